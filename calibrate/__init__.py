@@ -1,0 +1,1 @@
+"""What the activations look like: sources, text, statistics, permutations, precision maps, report."""

@@ -1,0 +1,1 @@
+"""How a person asks for it: one file per command."""

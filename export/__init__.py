@@ -1,0 +1,1 @@
+"""What we write: exact transforms, rounding, the quantise pipeline and the packed checkpoint."""

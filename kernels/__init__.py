@@ -1,0 +1,1 @@
+"""What every operation means (`reference`), how weights are packed (`packing`), how it is fast (`*_sm90`)."""
