@@ -1,0 +1,132 @@
+"""WikiText-2 (raw) as the Hugging Face hub's rows, wherever they can be had without waiting.
+
+Looked for in this order: the hub cache, the datasets cache, the hub itself if it answers at once, the text bundled
+with this package. Every origin has all of test and validation; for train the bundled text is the first 9 % only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import lzma
+import os
+import threading
+from importlib.resources import files
+from pathlib import Path
+
+from w4a4.configs.errors import CheckpointError
+
+REPOSITORY = "Salesforce/wikitext"
+CONFIGURATION = "wikitext-2-raw-v1"
+SPLITS = ("train", "validation", "test")
+PROBE_SECONDS = 1.5
+
+# split -> (file, SHA-256 of the unpacked bytes, what to say about it)
+_BUNDLED = {
+    "train": (
+        "train-head.raw.xz",
+        "a6882965084fbdc6a4fdd9f961bf1f376130bea1b06cbd4879340c4c5c4643ef",
+        "bundled, the first 9 % of train",
+    ),
+    "validation": (
+        "validation.raw.xz",
+        "4cd0f6876d07a413aa911261ff6d363c72d757d47f0fdd6015702014c89cb9c7",
+        "bundled, complete",
+    ),
+    "test": (
+        "test.raw.xz",
+        "173c87a53759e0201f33e0ccf978e510c2042d7f2cb78229d9a50d79b9e7dd08",
+        "bundled, complete",
+    ),
+}
+
+
+def wikitext2_rows(split: str, *, offline: bool) -> tuple[list[str], str]:
+    """The rows of one split and where they came from; with `offline` the network is not touched."""
+    cached = _hub_rows(split, local_files_only=True)
+    if cached is not None:
+        return cached, f"hub cache of {REPOSITORY}"
+    cached = _datasets_cache_rows(split)
+    if cached is not None:
+        return cached, f"datasets cache of {REPOSITORY}"
+    if not offline and _hub_answers():
+        fetched = _hub_rows(split, local_files_only=False)
+        if fetched is not None:
+            return fetched, f"hub, {REPOSITORY}"
+    return bundled_rows(split)
+
+
+def bundled_rows(split: str) -> tuple[list[str], str]:
+    """The rows of one split from this package's own data, checked against their SHA-256."""
+    name, expected, origin = _BUNDLED[split]
+    resource = files("w4a4.calibrate") / "data" / "wikitext2" / name
+    try:
+        raw = lzma.decompress(resource.read_bytes())
+    except (OSError, lzma.LZMAError) as error:
+        raise CheckpointError(f"the bundled text {name} cannot be read: {error}", "reinstall w4a4") from error
+    digest = hashlib.sha256(raw).hexdigest()
+    if digest != expected:
+        raise CheckpointError(
+            f"the bundled text {name} is damaged: SHA-256 {digest}, expected {expected}", "reinstall w4a4"
+        )
+    return ["" if not line.strip() else line + "\n" for line in raw.decode("utf-8").split("\n")[:-1]], origin
+
+
+def _hub_answers() -> bool:
+    """Whether the hub can be reached within `PROBE_SECONDS` (honours HF_HUB_OFFLINE, HF_ENDPOINT and proxies).
+
+    In a thread of its own, because a resolver that waits for a dead name server knows no time-out.
+    """
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return False
+    answered = threading.Event()
+
+    def probe() -> None:
+        import httpx
+        from huggingface_hub.utils import get_session
+
+        try:
+            get_session().head(constants.ENDPOINT, timeout=PROBE_SECONDS)
+        except (OSError, httpx.HTTPError, httpx.InvalidURL):
+            return
+        answered.set()
+
+    thread = threading.Thread(target=probe, name="hub-probe", daemon=True)
+    thread.start()
+    thread.join(PROBE_SECONDS)
+    return answered.is_set()
+
+
+def _hub_rows(split: str, *, local_files_only: bool) -> list[str] | None:
+    import httpx
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        path = hf_hub_download(
+            REPOSITORY,
+            f"{CONFIGURATION}/{split}-00000-of-00001.parquet",
+            repo_type="dataset",
+            local_files_only=local_files_only,
+        )
+    except (HfHubHTTPError, httpx.HTTPError, OSError):  # a missing cache entry is a FileNotFoundError
+        return None
+    import pyarrow.parquet
+
+    rows: list[str] = pyarrow.parquet.read_table(path, columns=["text"])["text"].to_pylist()
+    return rows
+
+
+def _datasets_cache_rows(split: str) -> list[str] | None:
+    """Rows left by `datasets.load_dataset("Salesforce/wikitext" or "wikitext", "wikitext-2-raw-v1")`."""
+    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
+    cache = Path(os.environ.get("HF_DATASETS_CACHE") or home / "datasets")
+    found = sorted(cache.glob(f"*wikitext/{CONFIGURATION}/*/*/*wikitext-{split}.arrow"))
+    if not found:
+        return None
+    import pyarrow
+
+    with pyarrow.memory_map(str(found[-1])) as source:
+        rows: list[str] = pyarrow.ipc.open_stream(source).read_all()["text"].to_pylist()
+    return rows
