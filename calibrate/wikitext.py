@@ -10,6 +10,8 @@ import hashlib
 import lzma
 import os
 import threading
+import urllib.request
+from http.client import HTTPException
 from importlib.resources import files
 from pathlib import Path
 
@@ -42,16 +44,16 @@ _BUNDLED = {
 
 def wikitext2_rows(split: str, *, offline: bool) -> tuple[list[str], str]:
     """The rows of one split and where they came from; with `offline` the network is not touched."""
-    cached = _hub_rows(split, local_files_only=True)
-    if cached is not None:
-        return cached, f"hub cache of {REPOSITORY}"
+    path = _hub_file(split, local_files_only=True)
+    if path is not None:
+        return _parquet_rows(path), f"hub cache of {REPOSITORY}"
     cached = _datasets_cache_rows(split)
     if cached is not None:
         return cached, f"datasets cache of {REPOSITORY}"
     if not offline and _hub_answers():
-        fetched = _hub_rows(split, local_files_only=False)
-        if fetched is not None:
-            return fetched, f"hub, {REPOSITORY}"
+        path = _hub_file(split, local_files_only=False)
+        if path is not None:
+            return _parquet_rows(path), f"hub, {REPOSITORY}"
     return bundled_rows(split)
 
 
@@ -83,12 +85,9 @@ def _hub_answers() -> bool:
     answered = threading.Event()
 
     def probe() -> None:
-        import httpx
-        from huggingface_hub.utils import get_session
-
         try:
-            get_session().head(constants.ENDPOINT, timeout=PROBE_SECONDS)
-        except (OSError, httpx.HTTPError, httpx.InvalidURL):
+            urllib.request.urlopen(constants.ENDPOINT, timeout=PROBE_SECONDS).close()
+        except (OSError, HTTPException):
             return
         answered.set()
 
@@ -98,20 +97,19 @@ def _hub_answers() -> bool:
     return answered.is_set()
 
 
-def _hub_rows(split: str, *, local_files_only: bool) -> list[str] | None:
-    import httpx
+def _hub_file(split: str, *, local_files_only: bool) -> Path | None:
+    """The split's parquet file, or None if it is not in the cache or (not `local_files_only`) cannot be fetched."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError
 
+    name = f"{CONFIGURATION}/{split}-00000-of-00001.parquet"
     try:
-        path = hf_hub_download(
-            REPOSITORY,
-            f"{CONFIGURATION}/{split}-00000-of-00001.parquet",
-            repo_type="dataset",
-            local_files_only=local_files_only,
-        )
-    except (HfHubHTTPError, httpx.HTTPError, OSError):  # a missing cache entry is a FileNotFoundError
+        return Path(hf_hub_download(REPOSITORY, name, repo_type="dataset", local_files_only=local_files_only))
+    except (HfHubHTTPError, OSError):  # not in the cache: a FileNotFoundError
         return None
+
+
+def _parquet_rows(path: Path) -> list[str]:
     import pyarrow.parquet
 
     rows: list[str] = pyarrow.parquet.read_table(path, columns=["text"])["text"].to_pylist()

@@ -3,6 +3,8 @@ import json
 import lzma
 import math
 import time
+import urllib.error
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -97,18 +99,24 @@ def test_hub_cache_comes_first(tmp_path: Path) -> None:
 
 def test_a_silent_network_costs_less_than_two_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     from huggingface_hub import constants
-    from huggingface_hub import utils as hub
-
-    class Silent:
-        def head(self, url: str, timeout: float) -> None:
-            time.sleep(10)
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(hub, "get_session", Silent)
+    monkeypatch.setattr(urllib.request, "urlopen", lambda url, timeout: time.sleep(10))
     begin = time.monotonic()
     text = load_text("wikitext2", "test")
     assert time.monotonic() - begin < 2.5
     assert "bundled" in text.origin
+
+
+def test_no_network_falls_back_to_the_bundle(monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    def refuse(url: str, timeout: float) -> None:
+        raise urllib.error.URLError("Name or service not known")
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(urllib.request, "urlopen", refuse)
+    assert load_text("wikitext2", "validation").origin == "bundled, complete"
 
 
 @pytest.mark.parametrize("split", ["train", "validation", "test"])
