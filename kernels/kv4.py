@@ -9,8 +9,8 @@ own tokens included. A token's output therefore depends on its sequence alone: n
 chunks, on a prefix found in the cache, on preemption, or on the other sequences of the batch. Everything is computed in
 float64 and rounded once at the end, because a BLAS changes its order of summation with the shape of a product; in
 float64 that order moves one float32 result in about 1e8 by one unit in the last place. (A GPU prefill that attends to
-the fresh bf16 keys and values of its own chunk, which is faster, gives up exactly this: its outputs come closer to those
-of an unquantised cache, but they change with the chunk boundaries.)
+the fresh bf16 keys and values of its own chunk gives up exactly this: its outputs come closer to those of an
+unquantised cache, but they change with the chunk boundaries.)
 
 This file knows nothing of requests or of who owns a page; neighbours are `reference.py` and the engine's block manager.
 """
@@ -124,7 +124,7 @@ class KVBatch:
         return torch.where(self.positions < 0, -1, page * layout.page_size + position % layout.page_size)
 
     def sink_slots(self, layout: KVPageLayout) -> Tensor | None:
-        """int64 [T]: sink page * num_sinks + position of tokens that are sinks, -1 for all others; None without sinks."""
+        """int64 [T]: sink page * num_sinks + position of tokens that are sinks, -1 for others; None without sinks."""
         if not layout.num_sinks:
             return None
         if self.sink_pages is None:
@@ -156,7 +156,7 @@ def head_hadamard(x: Tensor) -> Tensor:
         x = x.reshape(*shape[:-1], size // (2 * step), 2, step)
         x = torch.stack((x[..., 0, :] + x[..., 1, :], x[..., 0, :] - x[..., 1, :]), -2)
         step *= 2
-    return x.reshape(shape) * size**-0.5
+    return x.reshape(shape).mul(size**-0.5)
 
 
 def prepare_qk(
@@ -201,13 +201,13 @@ def kv_write(
         sink_slots = None if sink_slots is None else sink_slots[keep]
     page, offset = slots // layout.page_size, slots % layout.page_size
     if layout.bits == 16:
-        halves = pages.view(layout.dtype).unflatten(-1, (2, layout.page_size, layout.head_dim))
+        halves = _split(pages.view(layout.dtype), 2, layout.page_size, layout.head_dim)
         halves[page, :, 0, offset] = k.to(layout.dtype)
         halves[page, :, 1, offset] = v.to(layout.dtype)
         return
     code_bytes = layout.page_size * layout.head_dim
-    codes = pages[..., :code_bytes].unflatten(-1, (2, layout.page_size, layout.head_dim // 2))
-    parameters = pages[..., code_bytes:].view(torch.float16).unflatten(-1, (layout.page_size, 4))
+    codes = _split(pages[..., :code_bytes], 2, layout.page_size, layout.head_dim // 2)
+    parameters = _split(pages[..., code_bytes:].view(torch.float16), layout.page_size, 4)
     k_codes, k_scale, k_zero = quantize_kv(k)
     v_codes, v_scale, v_zero = quantize_kv(v)
     codes[page, :, 0, offset] = pack_codes(k_codes)
@@ -223,8 +223,13 @@ def kv_write(
 
 def _sink_view(pages: Tensor, layout: KVPageLayout) -> Tensor:
     """Pages [N, Hkv, bytes] read as sink pages: [N, Hkv, 2, num_sinks, D] of layout.dtype."""
-    shape = (2, layout.num_sinks, layout.head_dim)
-    return pages[..., : 4 * layout.num_sinks * layout.head_dim].view(layout.dtype).unflatten(-1, shape)
+    used = pages[..., : 4 * layout.num_sinks * layout.head_dim]
+    return _split(used.view(layout.dtype), 2, layout.num_sinks, layout.head_dim)
+
+
+def _split(x: Tensor, *sizes: int) -> Tensor:
+    """A view of x [..., product of sizes] as [..., *sizes]."""
+    return x.view(*x.shape[:-1], *sizes)
 
 
 # Read from pages
@@ -235,7 +240,8 @@ class _Group:
     """Sequences that attend together: several of one query each, padded to as many pages, or one of many queries.
 
     queries: [B, T] rows of q;  page_heads: [B, Hkv, M] page * Hkv + head;  sink_heads: [B, Hkv] likewise or None
-    key_positions: [B, n] and query_positions: [B, T];  has_sinks: bool [B, 1, 1, 1], whether the first key is position 0
+    has_sinks: bool [B, 1, 1, 1], whether a sequence's first key is position 0 (else its window has passed the sinks)
+    key_positions: [B, n];  query_positions: [B, T]
     hidden: [B, 1, 1, n] keys that no query may see (decode), None if there are none or queries are many
     """
 
@@ -263,13 +269,13 @@ def kv_attention(
     num_tokens, num_heads, head_dim = q.shape
     if head_dim != layout.head_dim or num_heads % layout.num_kv_heads:
         raise ValueError(
-            f"q must be [T, multiple of {layout.num_kv_heads}, {layout.head_dim}] to match the pages, got {list(q.shape)}"
+            f"q must be [T, multiple of {layout.num_kv_heads}, {layout.head_dim}] as the pages are, got {list(q.shape)}"
         )
     key = (layout, window)
     if key not in batch._groups:
         batch._groups[key] = list(_plan(batch, layout, window))
     output = torch.zeros(num_tokens, num_heads, head_dim, dtype=torch.float64, device=q.device)
-    query = (q.double() * scale).unflatten(1, (layout.num_kv_heads, -1))  # [T, Hkv, G, D]
+    query = (q.double() * scale).view(num_tokens, layout.num_kv_heads, -1, head_dim)  # [T, Hkv, G, D]
     for group in batch._groups[key]:
         result = _attend(query[group.queries], pages, group, layout, window)
         output[group.queries.flatten()] = result.flatten(0, 1).flatten(1, 2)
@@ -344,7 +350,7 @@ def _attend(query: Tensor, pages: Tensor, group: _Group, layout: KVPageLayout, w
     """
     batch, num_queries, num_kv_heads, group_size, head_dim = query.shape
     keys, values, parameters = _read_pages(pages, group.page_heads, layout)
-    sinks = None
+    sinks, has_sinks = None, group.has_sinks
     if group.sink_heads is not None:
         sinks = _sink_view(pages.flatten(0, 1)[group.sink_heads], layout).double()  # [B, Hkv, 2, S, D]
     outputs = []
@@ -357,29 +363,29 @@ def _attend(query: Tensor, pages: Tensor, group: _Group, layout: KVPageLayout, w
         if parameters is not None:
             scores = scores * parameters[:, :, :end, 0].unsqueeze(2)
             scores += flat.sum(-1, keepdim=True) * parameters[:, :, :end, 1].unsqueeze(2)
-        if sinks is not None:
+        if sinks is not None and has_sinks is not None:
             exact = flat @ sinks[:, :, 0].transpose(-1, -2)
-            scores[..., : layout.num_sinks] = torch.where(group.has_sinks, exact, scores[..., : layout.num_sinks])
+            scores[..., : layout.num_sinks] = torch.where(has_sinks, exact, scores[..., : layout.num_sinks])
         if group.hidden is not None:
-            scores.masked_fill_(group.hidden, float("-inf"))
+            scores.masked_fill_(group.hidden, -torch.inf)
         elif num_queries > 1:
             position = group.query_positions[:, start : start + QUERY_TILE].unsqueeze(-1)
             key_positions = group.key_positions[:, None, :end]
             hidden = key_positions > position
             if window is not None:
                 hidden |= key_positions <= position - window
-            scores.unflatten(2, (width, group_size)).masked_fill_(hidden[:, None, :, None], float("-inf"))
+            scores.view(batch, num_kv_heads, width, group_size, end).masked_fill_(hidden[:, None, :, None], -torch.inf)
         probabilities = torch.softmax(scores, -1)
         extra: Tensor | float = 0.0
-        if sinks is not None:
-            first = torch.where(group.has_sinks, probabilities[..., : layout.num_sinks], 0.0)
+        if sinks is not None and has_sinks is not None:
+            first = torch.where(has_sinks, probabilities[..., : layout.num_sinks], 0.0)
             probabilities[..., : layout.num_sinks] -= first
             extra = first @ sinks[:, :, 1]
         if parameters is not None:
             extra = extra + probabilities @ parameters[:, :, :end, 3:]
             probabilities *= parameters[:, :, :end, 2].unsqueeze(2)
         result = probabilities @ values[:, :, :end] + extra
-        outputs.append(result.unflatten(2, (width, group_size)).permute(0, 2, 1, 3, 4))
+        outputs.append(result.view(batch, num_kv_heads, width, group_size, head_dim).permute(0, 2, 1, 3, 4))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
 
 
@@ -387,10 +393,10 @@ def _read_pages(pages: Tensor, page_heads: Tensor, layout: KVPageLayout) -> tupl
     """Keys and values float64 [B, Hkv, n, D] (codes where bits = 4) and float64 parameters [B, Hkv, n, 4] or None."""
     raw = pages.flatten(0, 1)[page_heads]  # [B, Hkv, M, bytes]
     if layout.bits == 16:
-        halves = raw.view(layout.dtype).unflatten(-1, (2, layout.page_size, layout.head_dim)).double()
+        halves = _split(raw.view(layout.dtype), 2, layout.page_size, layout.head_dim).double()
         return halves[:, :, :, 0].flatten(2, 3), halves[:, :, :, 1].flatten(2, 3), None
     code_bytes = layout.page_size * layout.head_dim
-    codes = raw[..., :code_bytes].unflatten(-1, (2, layout.page_size, layout.head_dim // 2))
-    parameters = raw[..., code_bytes:].view(torch.float16).unflatten(-1, (layout.page_size, 4)).double()
+    codes = _split(raw[..., :code_bytes], 2, layout.page_size, layout.head_dim // 2)
+    parameters = _split(raw[..., code_bytes:].view(torch.float16), layout.page_size, 4).double()
     values = [unpack_codes(codes[:, :, :, side].flatten(2, 3)).double() for side in (0, 1)]
     return values[0], values[1], parameters.flatten(2, 3)
