@@ -1,4 +1,4 @@
-"""int4 codes as they stand in a checkpoint: eight to an int32 word, least significant nibble first, stored as u = q + 8.
+"""int4 codes as they stand in a checkpoint: eight to an int32 word, least significant nibble first, as u = q + 8.
 
 These are the bytes of compressed-tensors' `pack-quantized`. Layouts that a kernel wants are made from these at load
 time, beside the kernel that reads them.
@@ -22,7 +22,7 @@ def pack_int4(codes: Tensor) -> Tensor:
         raise ValueError(f"pack_int4 needs [N, K] with K a multiple of 8, got {tuple(codes.shape)}")
     if codes.numel() and (codes.min() < -8 or codes.max() > 7):
         raise ValueError(f"int4 codes must lie in [-8, 7], got {int(codes.min())} to {int(codes.max())}")
-    nibbles = (codes.to(torch.int64) + 8).view(codes.shape[0], -1, 8)
+    nibbles = (codes.to(torch.int64) + 8).view(codes.shape[0], codes.shape[1] // 8, 8)
     words = sum(nibbles[..., i] << shift for i, shift in enumerate(_SHIFTS))
     assert isinstance(words, Tensor)
     return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)

@@ -45,11 +45,23 @@ def hadamard_matrix(size: int) -> Tensor:
 
 
 def block_hadamard(x: Tensor, block: int) -> Tensor:
-    """Multiply every run of `block` channels of x [..., K] by the normalised Hadamard matrix; K % block == 0."""
+    """Multiply every run of `block` channels of x [..., K] by the normalised Hadamard matrix; K % block == 0.
+
+    A butterfly: log2(block) stages of sums and differences at distance 1, 2, 4, ..., then one product with
+    1 / sqrt(block), in float32 or wider. The order of its additions is part of the law: it is what a kernel does, and
+    it does not depend on how many rows are transformed together.
+    """
     if block == 1:
         return x
-    matrix = hadamard_matrix(block).to(x)
-    return (x.unflatten(-1, (-1, block)) @ matrix).flatten(-2)
+    if block & (block - 1) or x.shape[-1] % block:
+        raise ValueError(f"a block Hadamard needs a power of two that divides {x.shape[-1]} channels, got {block}")
+    y = x if x.dtype == torch.float64 else x.float()
+    distance = 1
+    while distance < block:
+        low, high = y.reshape(*x.shape[:-1], x.shape[-1] // (2 * distance), 2, distance).unbind(-2)
+        y = torch.stack([low + high, low - high], -2).flatten(-3)
+        distance *= 2
+    return y * block**-0.5
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -172,14 +184,17 @@ def w4ax_gemm(
         else:
             assert activation.unquantized is not None
             x = activation.unquantized[:, float_start : float_start + segment.width].float()
-            y += x @ _dequantize(weight, weight_scales, layout, column, scale_index, segment.weight_bits).T
+            y += x @ dequantize_weight(weight, weight_scales, layout, column, scale_index, segment.weight_bits).T
             float_start += segment.width
         column += segment.width
         scale_index += segment.weight_bits < 16
     return y if bias is None else y + bias.float()
 
 
-def _dequantize(weight: Tensor, scales: Tensor, layout: LinearLayout, column: int, index: int, bits: int) -> Tensor:
+def dequantize_weight(
+    weight: Tensor, scales: Tensor, layout: LinearLayout, column: int, index: int, bits: int
+) -> Tensor:
+    """Float32 weight [N, width] of one segment that starts at `column` and owns the scale at `index`."""
     if bits == 16:
         return weight.float()
     if layout.group_size:
