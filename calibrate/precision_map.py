@@ -1,0 +1,150 @@
+"""Which blocks of a linear's input channels run at 4, 8 or 16 bits, and how a model spends its budget of 8-bit MACs.
+
+Pure rules on calibrated magnitudes. FMPQ (COMET, section 3): blocks that hold outlier channels get 8 bits. QUIK
+(section 3): a fixed number of columns with the largest magnitude stays in 16 bits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from w4a4.configs.errors import CheckpointError, UnsupportedError, UsageError
+from w4a4.kernels.layout import Segment
+
+BLOCK_SIZE = 128
+_MIN_BLOCK_SIZE = 8  # eight int4 codes fill one packed word
+
+
+def block_size_of(channels: int) -> int:
+    """The largest power of two up to 128 that divides `channels`: 128, or 64 for 576.
+
+    Raises:
+        UnsupportedError: below 8.
+    """
+    size = math.gcd(channels, BLOCK_SIZE)
+    if size < _MIN_BLOCK_SIZE:
+        raise UnsupportedError(f"a linear with {channels} inputs: the width must be a multiple of {_MIN_BLOCK_SIZE}")
+    return size
+
+
+@dataclass(frozen=True)
+class PrecisionMap:
+    """Activation bits of every block in stored order: 4, then 8, then 16.
+
+    Raises:
+        CheckpointError: a value that is not 4, 8 or 16, or blocks out of order.
+    """
+
+    block_size: int
+    bits: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        wrong = sorted(set(self.bits) - {4, 8, 16})
+        if wrong:
+            raise CheckpointError(f"precision map holds {wrong}, allowed are 4, 8 and 16")
+        if list(self.bits) != sorted(self.bits):
+            raise CheckpointError(f"precision map {self.bits} must ascend: blocks of equal precision are adjacent")
+
+    @property
+    def channels(self) -> int:
+        return self.block_size * len(self.bits)
+
+    def width(self, bits: int) -> int:
+        """Channels that run at `bits`."""
+        return self.block_size * self.bits.count(bits)
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Channels of each segment that is not empty, in stored order."""
+        return tuple(self.width(bits) for bits in (4, 8, 16) if self.width(bits))
+
+    def segments(self, high_weight_bits: int = 8, unquantized_weight_bits: int = 16) -> tuple[Segment, ...]:
+        """Segments in stored order, with the weight bits of those that run at 8 and at 16 bits."""
+        weight_bits = {4: 4, 8: high_weight_bits, 16: unquantized_weight_bits}
+        return tuple(Segment(self.width(bits), bits, weight_bits[bits]) for bits in (4, 8, 16) if self.width(bits))
+
+
+def uniform_map(channels: int, bits: int) -> PrecisionMap:
+    """Every block at `bits`."""
+    size = block_size_of(channels)
+    return PrecisionMap(size, (bits,) * (channels // size))
+
+
+def shared_map(channels: int, wide_channels: int, wide_bits: int = 8, narrow_bits: int = 4) -> PrecisionMap:
+    """The last `wide_channels` at `wide_bits`, rounded down to whole blocks, the rest at `narrow_bits`."""
+    size = block_size_of(channels)
+    wide = wide_channels // size
+    if not 0 <= wide <= channels // size:
+        raise UsageError(f"{wide_channels} of {channels} channels cannot run at {wide_bits} bits")
+    return PrecisionMap(size, (narrow_bits,) * (channels // size - wide) + (wide_bits,) * wide)
+
+
+def outlier_channels(magnitude: Tensor, threshold: float) -> Tensor:
+    """bool [K]: channels whose calibrated `magnitude` [K] exceeds `threshold` times the median channel's."""
+    magnitude = magnitude.float()
+    return magnitude > threshold * magnitude.median()
+
+
+def outlier_map(magnitude: Tensor, threshold: float, budget: float, tp_max: int = 1) -> PrecisionMap:
+    """FMPQ: as many 8-bit blocks as the outlier channels fill after a sort by magnitude, within a budget.
+
+    Args:
+        magnitude: calibrated absmax per channel [K], in any order.
+        threshold: times the median from which a channel is an outlier.
+        budget: greatest share of the blocks that may run at 8 bits; a linear with outliers gets at least one block if
+            the budget is above zero.
+        tp_max: outliers fill the same number of blocks in every one of so many slices of the input.
+    """
+    channels = magnitude.shape[0]
+    size = block_size_of(channels)
+    blocks = channels // size
+    outliers = outlier_channels(magnitude.cpu(), threshold).view(tp_max, -1).sum(1)
+    needed = math.ceil(int(outliers.max()) / (size / tp_max)) if bool(outliers.any()) else 0
+    allowed = max(1, int(budget * blocks)) if budget > 0 else 0
+    return shared_map(channels, min(needed, allowed) * size)
+
+
+def outlier_column_map(channels: int, outliers: int, base_bits: int = 4) -> PrecisionMap:
+    """QUIK: about `outliers` columns in 16 bits, at least one block if any, the rest at `base_bits`."""
+    size = block_size_of(channels)
+    blocks = 0 if outliers <= 0 else max(1, round(outliers / size))
+    return shared_map(channels, min(blocks, channels // size) * size, wide_bits=16, narrow_bits=base_bits)
+
+
+def promote(gains: Mapping[str, float], macs: Mapping[str, int], budget: int) -> list[str]:
+    """Which linears to run wholly at 8 bits: by error removed per MAC, while the MACs that become 8-bit fit `budget`.
+
+    Args:
+        gains: per linear, how much of the model's output error its promotion removes; not above zero: never promoted.
+        macs: per linear, the 4-bit MACs that would become 8-bit.
+        budget: greatest sum of those.
+
+    Greedy; a linear that no longer fits is passed over. Ties break by name.
+    """
+    order = sorted(
+        (name for name in gains if gains[name] > 0 and macs[name] > 0),
+        key=lambda name: (-gains[name] / macs[name], name),
+    )
+    chosen, spent = [], 0
+    for name in order:
+        if spent + macs[name] <= budget:
+            chosen.append(name)
+            spent += macs[name]
+    return chosen
+
+
+def average_bits(maps: Mapping[str, PrecisionMap], rows: Mapping[str, int]) -> float:
+    """Mean activation bits of a set of linears, weighted by their MACs (`rows`: N per linear)."""
+    total = sum(rows[name] * maps[name].channels for name in maps)
+    weighted = sum(rows[name] * bits * maps[name].block_size for name in maps for bits in maps[name].bits)
+    return weighted / total if total else 0.0
+
+
+def block_precision(precision_map: PrecisionMap) -> Tensor:
+    """The checkpoint's `.block_precision`: uint8 [K / block]."""
+    return torch.tensor(precision_map.bits, dtype=torch.uint8)

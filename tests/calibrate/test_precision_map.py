@@ -1,0 +1,96 @@
+import pytest
+import torch
+
+from w4a4.calibrate.precision_map import (
+    PrecisionMap,
+    average_bits,
+    block_precision,
+    block_size_of,
+    outlier_channels,
+    outlier_column_map,
+    outlier_map,
+    promote,
+    shared_map,
+    uniform_map,
+)
+from w4a4.configs.errors import CheckpointError, UnsupportedError, UsageError
+from w4a4.kernels.layout import Segment
+
+
+@pytest.mark.parametrize(("channels", "size"), [(4096, 128), (896, 128), (576, 64), (1536, 128), (96, 32), (8, 8)])
+def test_block_size(channels: int, size: int) -> None:
+    assert block_size_of(channels) == size
+
+
+def test_widths_and_segments() -> None:
+    precision = PrecisionMap(64, (4, 4, 4, 8, 16))
+    assert precision.channels == 320
+    assert precision.widths == (192, 64, 64)
+    assert precision.segments() == (Segment(192, 4, 4), Segment(64, 8, 8), Segment(64, 16, 16))
+    assert precision.segments(high_weight_bits=4)[1] == Segment(64, 8, 4)
+    assert uniform_map(256, 16).segments(unquantized_weight_bits=4) == (Segment(256, 16, 4),)
+    assert block_precision(precision).tolist() == [4, 4, 4, 8, 16]
+    assert block_precision(precision).dtype == torch.uint8
+
+
+def test_outliers_fill_as_few_blocks_as_they_can() -> None:
+    magnitude = torch.ones(1024)
+    magnitude[::8] = 20  # 128 outliers, in every block before a sort
+    assert int(outlier_channels(magnitude, 6).sum()) == 128
+    assert outlier_map(magnitude, 6, budget=0.5).bits == (4,) * 7 + (8,)
+    magnitude[1] = 20
+    assert outlier_map(magnitude, 6, budget=0.5).bits == (4,) * 6 + (8,) * 2
+    assert outlier_map(magnitude, 6, budget=0.2).bits == (4,) * 7 + (8,)
+    assert outlier_map(magnitude, 30, budget=0.5).bits == (4,) * 8
+    assert outlier_map(magnitude, 6, budget=0).bits == (4,) * 8
+
+
+def test_slices_hold_their_own_outliers() -> None:
+    magnitude = torch.ones(1024)
+    magnitude[:100] = 20  # all in the first of two slices, where 64 fit half a block
+    assert outlier_map(magnitude, 6, budget=1.0).width(8) == 128
+    assert outlier_map(magnitude, 6, budget=1.0, tp_max=2).width(8) == 256
+
+
+def test_a_small_linear_with_outliers_gets_one_block() -> None:
+    magnitude = torch.ones(256)
+    magnitude[7] = 50
+    assert outlier_map(magnitude, 6, budget=0.2).bits == (4, 8)
+
+
+@pytest.mark.parametrize(
+    ("channels", "outliers", "base", "bits"),
+    [
+        (4096, 256, 4, (4,) * 30 + (16,) * 2),
+        (576, 36, 4, (4,) * 8 + (16,)),
+        (1024, 64, 8, (8,) * 7 + (16,)),
+        (1024, 0, 4, (4,) * 8),
+    ],
+)
+def test_outlier_columns(channels: int, outliers: int, base: int, bits: tuple[int, ...]) -> None:
+    assert outlier_column_map(channels, outliers, base).bits == bits
+
+
+def test_promotion_buys_the_most_error_per_mac_that_fits() -> None:
+    gains = {"a": 10.0, "b": 9.0, "c": 1.0, "d": 0.0, "e": 4.0}
+    macs = {"a": 100, "b": 30, "c": 10, "d": 1, "e": 30}
+    assert promote(gains, macs, 75) == ["b", "e", "c"]
+    assert promote(gains, macs, 130) == ["b", "e", "c"]  # a no longer fits once e is bought
+    assert promote(gains, macs, 1000) == ["b", "e", "a", "c"]
+    assert promote(gains, macs, 0) == []
+
+
+def test_average_bits_count_macs() -> None:
+    maps = {"a": uniform_map(256, 4), "b": shared_map(256, 128)}
+    assert average_bits(maps, {"a": 10, "b": 30}) == pytest.approx((10 * 4 + 30 * 6) / 40)
+
+
+def test_bad_input_is_named() -> None:
+    with pytest.raises(CheckpointError, match=r"holds \[5\]"):
+        PrecisionMap(64, (4, 5))
+    with pytest.raises(CheckpointError, match="must ascend"):
+        PrecisionMap(64, (8, 4))
+    with pytest.raises(UnsupportedError, match="100 inputs"):
+        block_size_of(100)
+    with pytest.raises(UsageError, match="512 of 256"):
+        shared_map(256, 512)
