@@ -1,6 +1,6 @@
 """How far a 4-bit activation's scale may fall below the absmax: (c, β) of s = min(c · absmax, β · rms) / 7.
 
-Chosen per linear on a grid, by the error that rounding the inputs makes in the outputs. c trims every token alike, β
+Chosen per linear, by the error that rounding the inputs makes in the outputs. c trims every token alike, β
 trims the tokens with a long tail.
 """
 
@@ -13,11 +13,11 @@ from torch import Tensor
 
 from w4a4.configs.errors import NumericsError
 from w4a4.kernels.layout import LinearLayout
-from w4a4.kernels.reference import quantize_symmetric
+from w4a4.kernels.reference import INT4_MAX
 
 ABSMAX_FACTORS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
 RMS_FACTORS = (math.inf, 5.0, 4.5, 4.0, 3.75, 3.5, 3.25, 3.0, 2.75, 2.5, 2.25)
-_SKETCH_ROWS = 256
+_SKETCH_ROWS = 128
 
 
 def search_clip(
@@ -30,7 +30,8 @@ def search_clip(
             their input and so their clip are stacked by rows.
         token_weights: w [T]; 1 if None.
 
-    Beyond 256 outputs the error is measured through a fixed random projection to 256, which keeps it in expectation.
+    Searched along β, then c, then β again. Beyond 128 outputs the error is measured through a fixed random projection
+    to 128, which keeps it in expectation.
     (1, inf), which is the plain absmax, where nothing runs at 4 bits or activations are asymmetric.
 
     Raises:
@@ -44,26 +45,44 @@ def search_clip(
     for segment in layout.segments:
         if segment.act_bits == 4:
             columns = slice(start, start + segment.width)
-            parts.append((inputs[:, columns].float(), _sketch(weight[:, columns].float()).T))
+            parts.append(_Part(inputs[:, columns].float(), _sketch(weight[:, columns].float()).T))
         start += segment.width
     importance = torch.ones(inputs.shape[0], device=inputs.device) if token_weights is None else token_weights.float()
 
-    best, best_error = (1.0, math.inf), math.inf
-    for c in ABSMAX_FACTORS:
-        for beta in RMS_FACTORS:
-            output: Tensor | float = 0.0
-            for x, projected in parts:
-                codes, scale = quantize_symmetric(x, 4, (c, beta))
-                output = output + (x - codes.float() * scale[:, None]) @ projected
-            assert isinstance(output, Tensor)
-            error = float((output.square().sum(1) * importance).sum())
-            if error < best_error:
-                best, best_error = (c, beta), error
-    return best
+    errors: dict[tuple[float, float], float] = {}
+
+    def error(clip: tuple[float, float]) -> float:
+        if clip not in errors:
+            output = torch.stack([part.output_error(clip) for part in parts]).sum(0)
+            errors[clip] = float((output.square().sum(1) * importance).sum())
+        return errors[clip]
+
+    _, beta = min(((1.0, beta) for beta in RMS_FACTORS), key=error)
+    c, _ = min(((c, beta) for c in ABSMAX_FACTORS), key=error)
+    return min(((c, beta) for beta in RMS_FACTORS), key=error)
+
+
+class _Part:
+    """One 4-bit segment: its inputs [T, K4], what both clip rules start from, and the projected weight [K4, R]."""
+
+    def __init__(self, x: Tensor, projected: Tensor) -> None:
+        self.x, self.projected = x, projected
+        self.absmax, self.rms = x.abs().amax(1), x.square().mean(1).sqrt()
+
+    def output_error(self, clip: tuple[float, float]) -> Tensor:
+        """(Q(x) - x) times the projected weight, [T, R]; Q as `kernels.reference.quantize_symmetric` has it."""
+        c, beta = clip
+        bound = c * self.absmax
+        if beta != math.inf:
+            bound = torch.minimum(bound, beta * self.rms)
+        scale = (bound / INT4_MAX)[:, None]
+        inverse = torch.where(scale > 0, 1.0 / scale, torch.zeros_like(scale))
+        rounded = (self.x * inverse).round_().clamp_(-8, INT4_MAX).mul_(scale)
+        return rounded.sub_(self.x) @ self.projected
 
 
 def _sketch(weight: Tensor) -> Tensor:
-    """Random signs times `weight` [N, K], [256, K] over 16: E‖S v‖² = ‖v‖². Unchanged if N <= 256."""
+    """Random signs times `weight` [N, K], [128, K] over sqrt(128): E‖S v‖² = ‖v‖². Unchanged if N <= 128."""
     rows = weight.shape[0]
     if rows <= _SKETCH_ROWS:
         return weight

@@ -26,11 +26,11 @@ def layout() -> LinearLayout:
     return LinearLayout(40, (Segment(128, 4, 4),))
 
 
-def test_it_is_the_best_of_the_grid(layout: LinearLayout) -> None:
+def test_it_is_about_the_best_of_the_grid(layout: LinearLayout) -> None:
     inputs, weight = _gaussian(64, 128), _gaussian(40, 128, seed=1)
     inputs[:, 3] *= 4
     found = _error(inputs, weight, search_clip(inputs, weight, layout))
-    assert found == min(_error(inputs, weight, (c, beta)) for c in ABSMAX_FACTORS for beta in RMS_FACTORS)
+    assert found < 1.005 * min(_error(inputs, weight, (c, beta)) for c in ABSMAX_FACTORS for beta in RMS_FACTORS)
     assert found < 0.95 * _error(inputs, weight, (1.0, math.inf))
 
 
@@ -44,6 +44,14 @@ def test_what_the_outputs_need_decides(layout: LinearLayout) -> None:
     weight[:, 3] = 10
     c, beta = search_clip(inputs, weight, layout)
     assert min(c * 12, beta * float(inputs.square().mean().sqrt())) > 11
+
+
+def test_its_error_is_that_of_the_reference() -> None:
+    inputs, weight = _gaussian(9, 64), _gaussian(5, 64, seed=1)
+    inputs[4] = 0
+    for clip in ((1.0, math.inf), (0.8, 2.5)):
+        output = activation_clip._Part(inputs, weight.T).output_error(clip)
+        assert float(output.square().sum()) == pytest.approx(_error(inputs, weight, clip), rel=1e-5)
 
 
 def test_only_four_bit_segments_count(layout: LinearLayout) -> None:
