@@ -51,6 +51,13 @@ def pictures() -> dict[str, np.ndarray]:
     return {picture.name: pixels(picture.png) for picture in draw(report_data())}
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A written report, `statistics/report.html` and its figures."""
+    page = write_report(report_data(), tmp_path_factory.mktemp("report") / "statistics")
+    return page.parent
+
+
 def test_every_picture_is_there_and_none_is_blank(pictures: dict[str, np.ndarray]) -> None:
     expected = {f"magnitude-{point}" for point in WIDTHS} | {"outlier-share", "precision-map", "layer-error"}
     assert set(pictures) == expected
@@ -71,24 +78,23 @@ def test_order_shows_in_the_second_map_only(pictures: dict[str, np.ndarray]) -> 
 
 
 def test_pictures_are_deterministic() -> None:
-    data = report_data(layers=2)
+    data = report_data(layers=1)
     assert [picture.png for picture in draw(data)] == [picture.png for picture in draw(data)]
 
 
-def test_page_needs_no_other_file_and_pngs_stand_beside_it(tmp_path: Path) -> None:
-    page = write_report(report_data(), tmp_path / "statistics")
-    html = page.read_text(encoding="utf-8")
+def test_page_needs_no_other_file_and_pngs_stand_beside_it(folder: Path) -> None:
+    html = (folder / "report.html").read_text(encoding="utf-8")
     assert html.count("data:image/png;base64,") == 7
     assert not re.search(r"""(src|href)=["'](?!data:image/png;base64,|#)""", html), "nothing is loaded from elsewhere"
     assert html.count('alt="') == 7
     assert "Layer 0 was promoted." in html and "16 x 2,048 tokens" in html
     assert "<td>5</td><td>12.00</td>" in html, "layer 5, q_proj: 0.02 * 6"
-    pngs = sorted(path.name for path in (tmp_path / "statistics" / "figures").iterdir())
+    pngs = sorted(path.name for path in (folder / "figures").iterdir())
     assert len(pngs) == 7 and all(name.endswith(".png") for name in pngs)
 
 
-def test_shares_in_the_table_are_those_of_the_data(tmp_path: Path) -> None:
-    html = write_report(report_data(), tmp_path).read_text(encoding="utf-8")
+def test_shares_in_the_table_are_those_of_the_data(folder: Path) -> None:
+    html = (folder / "report.html").read_text(encoding="utf-8")
     row = re.search(r"<tr><td>mlp_hidden: input of down</td><td>1,536</td>\s*(.*?)</tr>", html, re.S)
     assert row is not None
     numbers = re.findall(r"<td>([\d.]+) %</td>", row.group(1))
@@ -164,11 +170,11 @@ def test_figures_use_no_global_state() -> None:
 
 
 @pytest.mark.e2e
-def test_page_opens_in_a_browser(tmp_path: Path) -> None:
+def test_page_opens_in_a_browser(folder: Path, tmp_path: Path) -> None:
     browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if browser is None:
         pytest.skip("no Chromium on this machine (apt-get install chromium)")
-    page = write_report(report_data(), tmp_path)
+    page = folder / "report.html"
     shot = tmp_path / "shot.png"
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--window-size=1100,4200"]
     subprocess.run(
