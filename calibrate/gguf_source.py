@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import re
+import shutil
+import tempfile
+import weakref
 from functools import cached_property
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -70,7 +72,7 @@ class GGUFSource:
             self.config, {tensor_name: stored.shape for tensor_name, stored in self._tensors.items()}, path.name
         )
         self._permuted = self.config.architecture in ("llama", "mistral")
-        self._side_folder: TemporaryDirectory[str] | None = None
+        self._side_folder: Path | None = None
 
     @cached_property
     def identity(self) -> SourceIdentity:
@@ -82,10 +84,11 @@ class GGUFSource:
     def side_files(self) -> tuple[Path, ...]:
         """Tokenizer files and `generation_config.json`, written to a folder that lives as long as this object."""
         if self._side_folder is None:
-            folder: TemporaryDirectory[str] = TemporaryDirectory(prefix="w4a4-gguf-")
-            write_tokenizer(self._metadata, self._path, Path(folder.name))
+            folder = Path(tempfile.mkdtemp(prefix="w4a4-gguf-"))
+            weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+            write_tokenizer(self._metadata, self._path, folder)
             self._side_folder = folder
-        return tuple(sorted(Path(self._side_folder.name).iterdir()))
+        return tuple(sorted(self._side_folder.iterdir()))
 
     def names(self) -> frozenset[str]:
         return frozenset(self.config.tensor_shapes())
