@@ -130,8 +130,8 @@ def open_checkpoint(path: Path) -> PackedCheckpoint:
     """
     hf_config = read_config(path)
     quantization = read_quantization_config(hf_config)
-    config = ModelConfig.from_hf(hf_config)
     index = read_index(path)
+    config = model_config(hf_config, index)
     entries: dict[str, TensorEntry] = {}
     for file in sorted(set(index.values())):
         header = read_header(shard_path(path, file))
@@ -165,6 +165,20 @@ def read_index(path: Path) -> dict[str, str]:
                 "the checkpoint is not to be trusted: fetch it again from its source",
             )
     return weight_map
+
+
+def model_config(hf_config: Mapping[str, Any], index: Mapping[str, str]) -> ModelConfig:
+    """The shape that config.json declares, refused where its layers could not be in the index (and would cost memory).
+
+    Raises UnsupportedError for an architecture, CheckpointError for anything else.
+    """
+    num_layers = hf_config.get("num_hidden_layers")
+    if isinstance(num_layers, int) and num_layers > len(index):
+        raise CheckpointError(
+            f"{CONFIG_FILE}: num_hidden_layers: got {num_layers}, expected no more than the {len(index)} tensors there are",
+            "fetch or write the checkpoint again",
+        )
+    return ModelConfig.from_hf(hf_config)
 
 
 def shard_path(folder: Path, file: str) -> Path:

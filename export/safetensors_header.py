@@ -96,7 +96,7 @@ def encode_header(entries: Sequence[TensorEntry]) -> bytes:
 
 
 def in_file_order(entries: Iterable[TensorEntry]) -> list[TensorEntry]:
-    """Widest item first, then by name: the order of the safetensors library, aligned and independent of insertion."""
+    """Widest item first, then by name: every tensor aligned, whatever order they come in."""
     return sorted(entries, key=lambda entry: (-ITEM_BYTES[entry.dtype], entry.name))
 
 

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import torch
 
-from w4a4.configs.architecture import ModelConfig
 from w4a4.configs.errors import W4A4Error
 from w4a4.export.checkpoint import (
     MANIFEST_FILE,
     PackedCheckpoint,
     index_findings,
+    model_config,
     read_config,
     read_index,
     shard_path,
@@ -33,40 +33,39 @@ _SHARING_INPUT = (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), 
 def verify_checkpoint(path: Path, on_progress: Callable[[str], None] | None = None) -> list[Finding]:
     """Check the checkpoint folder `path`; an empty list means that nothing is wrong.
 
+    Each step needs the one before: hashes always, then index and headers, then names, dtypes and shapes, then values.
+
     Args:
         on_progress: called with the name of each file or linear before it is read.
     Raises:
         NotFoundError: no such folder.
         UnsupportedError: not ours, a newer major format, an unknown required feature or architecture: what follows
             could not be judged.
-        CheckpointError: config.json itself is not readable.
+        CheckpointError: config.json itself is not readable or makes no sense.
     """
     report = on_progress or (lambda name: None)
     hf_config = read_config(path)
     quantization = read_quantization_config(hf_config)
-    config = ModelConfig.from_hf(hf_config)
     findings = _hash_findings(path, report)
     try:
         index = read_index(path)
     except W4A4Error as error:
         return [*findings, Finding("", "", "an index of safetensors files", error.message)]
+    config = model_config(hf_config, index)
     entries: dict[str, TensorEntry] = {}
-    has_unreadable_shard = False
+    structure: list[Finding] = []
     for file in sorted(set(index.values())):
         try:
             header = read_header(shard_path(path, file))
         except W4A4Error as error:
-            findings.append(Finding(file, "", "a readable safetensors file", error.message))
-            has_unreadable_shard = True
+            structure.append(Finding(file, "", "a readable safetensors file", error.message))
             continue
-        findings += index_findings(index, file, header)
+        structure += index_findings(index, file, header)
         entries.update(header)
-    structure = list(structure_findings(config, quantization, entries, index))
-    if has_unreadable_shard:  # what it holds is not missing, it cannot be seen
-        structure = [finding for finding in structure if finding.got != "a missing tensor"]
-    findings += structure
-    if structure or has_unreadable_shard:
-        return findings
+    if not structure:  # else what cannot be seen would be called missing
+        structure = list(structure_findings(config, quantization, entries, index))
+    if structure:
+        return findings + structure
     checkpoint = PackedCheckpoint(path, config, hf_config, quantization, entries, index)
     for prefix in checkpoint.linear_names:
         report(prefix)

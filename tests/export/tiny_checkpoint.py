@@ -105,7 +105,7 @@ def rest() -> dict[str, Tensor]:
 
 
 def write(output: Path, side_files: tuple[Path, ...] = (), max_shard_bytes: int = 30_000) -> list[int]:
-    """The whole run, resuming what is there. Each layer's state is checked before it goes on; returns layers written."""
+    """The whole run, resuming what is there; each layer checks the state it continues. Returns the layers written."""
     written = []
     with CheckpointWriter(output, RUN) as writer:
         for index in range(writer.open(), 2):
