@@ -175,7 +175,7 @@ def model_config(hf_config: Mapping[str, Any], index: Mapping[str, str]) -> Mode
     num_layers = hf_config.get("num_hidden_layers")
     if isinstance(num_layers, int) and num_layers > len(index):
         raise CheckpointError(
-            f"{CONFIG_FILE}: num_hidden_layers: got {num_layers}, expected no more than the {len(index)} tensors there are",
+            f"{CONFIG_FILE}: num_hidden_layers: got {num_layers}, expected at most the {len(index)} tensors there are",
             "fetch or write the checkpoint again",
         )
     return ModelConfig.from_hf(hf_config)

@@ -285,9 +285,10 @@ def test_read_only_disk(tiny: ModuleType, mounted: Path) -> None:
     assert "-o" in caught.value.hint
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write to any folder")
 def test_read_only_folder(tiny: ModuleType, tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
+    if os.access(tmp_path, os.W_OK):
+        pytest.skip("this user may write to any folder")
     try:
         with pytest.raises(UsageError, match="cannot write .*Permission denied"):
             CheckpointWriter(tmp_path / "out", tiny.RUN).open()
