@@ -1,0 +1,178 @@
+"""The W4Ax GEMM on Hopper: what a caller sees, and which compiled variant runs.
+
+    linear = prepack(layout, weights, weight_scales, bias, device)      # once, at load (`prepack_sm90`)
+    y = gemm(codes, scales, linear)                                     # bf16 [T, N]
+
+The kernel itself is in `gemm_sm90_kernel`, its operand order in `prepack_sm90`, the choice of tile per shape in
+`tuning_sm90`; compiled objects come from `compile_cache`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from w4a4.kernels.compile_cache import Kernel, load
+from w4a4.kernels.gemm_sm90_variant import Plan, Variant
+from w4a4.kernels.prepack_sm90 import PrepackedLinear
+from w4a4.kernels.tuning_sm90 import choose
+
+ARCH = "sm_90a"
+
+
+def gemm(codes: Tensor, scales: Tensor, linear: PrepackedLinear, out: Tensor | None = None) -> Tensor:
+    """y[t, n] = sum over segments of scales[t, s] * weight_scale[n, s] * (codes . weights)[t, n] + bias[n], in bf16.
+
+    Sums are exact int32 over a whole segment; the epilogue is float32. Bit-identical in every run.
+
+    Args:
+        codes: int8 [T, K], contiguous, 16-byte aligned, K = the linear's in_features (a multiple of 16): the segments
+            side by side in stored order, without padding. Values are those of 4- or 8-bit activations; the kernel
+            does not care which. T >= 0.
+        scales: f32 [T, segments], contiguous.
+        linear: from `prepack`, on the same device.
+        out: bf16 [T, N] to write to, contiguous, 16-byte aligned, N a multiple of 8; allocated if None.
+    Returns: bf16 [T, N]. Where N is not a multiple of 8 it is a view of a wider tensor.
+    Raises:
+        ValueError: operands that do not fit together.
+
+    Launches one kernel on the current stream and allocates nothing after the first call but `out`; may be captured in a
+    CUDA graph (call once before). The workspace is one per device: two products must not run at the same time.
+    """
+    layout = linear.layout
+    if codes.shape[1:] != (layout.in_features,) or codes.dtype != torch.int8 or not codes.is_contiguous():
+        raise ValueError(
+            f"codes must be contiguous int8 [T, {layout.in_features}], got {codes.dtype} {tuple(codes.shape)}"
+        )
+    if layout.in_features % 16:
+        raise ValueError(f"in_features must be a multiple of 16, got {layout.in_features}")
+    tokens, segments = codes.shape[0], len(layout.segments)
+    if scales.shape != (tokens, segments) or scales.dtype != torch.float32 or not scales.is_contiguous():
+        raise ValueError(
+            f"scales must be contiguous float32 [{tokens}, {segments}], got {scales.dtype} {tuple(scales.shape)}"
+        )
+    if not codes.is_cuda or codes.device != linear.words.device or codes.device != scales.device:
+        raise ValueError(
+            f"codes, scales and weights must be on one CUDA device, got {codes.device}, {scales.device} and "
+            f"{linear.words.device}"
+        )
+    width = -(-layout.out_features // 8) * 8
+    if out is None:
+        out = torch.empty(tokens, width, dtype=torch.bfloat16, device=codes.device)
+    elif out.shape != (tokens, width) or out.dtype != torch.bfloat16 or not out.is_contiguous():
+        raise ValueError(f"out must be contiguous bfloat16 [{tokens}, {width}], got {out.dtype} {tuple(out.shape)}")
+    if tokens:
+        run(codes, scales, linear, out, choose(linear.weight_bits, layout.out_features, layout.in_features, tokens))
+    return out if width == layout.out_features else out[:, : layout.out_features]
+
+
+def run(codes: Tensor, scales: Tensor, linear: PrepackedLinear, out: Tensor, plan: Plan) -> None:
+    """`gemm` with a given plan and operands that were checked."""
+    variant = plan.variant
+    launch = schedule(linear, codes.shape[0], plan, _multiprocessors(codes.device.index))
+    counters, partials = _workspace(codes.device.index, launch.counters, launch.partial_words)
+    segments = linear.layout.segments
+    steps = [-(-blocks // variant.step_blocks(i)) for i, blocks in enumerate(linear.blocks)]
+    kernel = _kernel(variant)
+    kernel(
+        codes,
+        scales.view(-1),
+        linear.words,
+        linear.rows.view(-1),
+        out,
+        counters,
+        partials,
+        launch.clusters,
+        launch.whole_tiles,
+        min(plan.token_group, launch.token_tiles),
+        segments[0].width if len(segments) == 2 else 0,
+        steps[0],
+        steps[1] if len(steps) == 2 else 0,
+    )
+
+
+@dataclass(frozen=True)
+class Launch:
+    """The sizes of one launch."""
+
+    clusters: int
+    token_tiles: int
+    whole_tiles: int
+    counters: int
+    partial_words: int
+
+
+def schedule(linear: PrepackedLinear, tokens: int, plan: Plan, multiprocessors: int) -> Launch:
+    """Cut a product into tiles and share them out; see the module docstring of `gemm_sm90_kernel`."""
+    variant = plan.variant
+    token_tiles = -(-tokens // variant.tokens)
+    tiles = token_tiles * -(-linear.words.shape[0] // (variant.row_blocks * variant.cluster))
+    steps = sum(-(-blocks // variant.step_blocks(i)) for i, blocks in enumerate(linear.blocks))
+    clusters = multiprocessors // variant.cluster
+    if plan.share == "none":
+        whole = tiles
+        clusters = min(clusters, tiles)
+    elif plan.share == "rest":
+        whole = tiles // clusters * clusters
+        if whole == 0:
+            clusters = min(clusters, tiles * steps)
+    else:
+        whole = 0
+        clusters = min(clusters, tiles * steps)
+    shared = tiles - whole
+    lanes = variant.cluster * variant.warpgroups
+    return Launch(
+        clusters=clusters,
+        token_tiles=token_tiles,
+        whole_tiles=whole,
+        counters=shared * lanes,
+        partial_words=clusters * 2 * lanes * variant.partial_words * 128 if shared else 0,
+    )
+
+
+def kernel_of(variant: Variant) -> Kernel:
+    """A variant as something the compile cache can compile."""
+
+    def build() -> Any:
+        from w4a4.kernels.gemm_sm90_kernel import compile_kernel
+
+        return compile_kernel(variant)
+
+    here = Path(__file__).parent
+    return Kernel(variant.name, (here / "gemm_sm90_variant.py", here / "gemm_sm90_kernel.py"), build)
+
+
+@cache
+def _kernel(variant: Variant) -> Callable[..., Any]:
+    return load(kernel_of(variant), ARCH)
+
+
+@cache
+def _multiprocessors(device: int) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+_workspaces: dict[int, list[tuple[Tensor, Tensor]]] = {}
+
+
+def _workspace(device: int, counters: int, partial_words: int) -> tuple[Tensor, Tensor]:
+    """Counters (zero between launches: the kernel resets what it used) and partial sums of a device.
+
+    Outgrown workspaces are kept: a captured CUDA graph may still write to them.
+    """
+    held = _workspaces.setdefault(device, [])
+    if not held or held[-1][0].numel() < counters or held[-1][1].numel() < partial_words:
+        old = (held[-1][0].numel(), held[-1][1].numel()) if held else (4096, 4)
+        held.append(
+            (
+                torch.zeros(max(counters, old[0]), dtype=torch.int32, device=f"cuda:{device}"),
+                torch.empty(max(partial_words, old[1]), dtype=torch.int32, device=f"cuda:{device}"),
+            )
+        )
+    return held[-1]

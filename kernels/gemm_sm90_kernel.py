@@ -1,0 +1,684 @@
+"""The W4Ax GEMM as a CuTe DSL kernel for Hopper: y = scales (codes . weights) + bias, int32 inside, bf16 out.
+
+Operands are swapped: weights are wgmma's A, read from registers after unpacking, and tokens are its N, so one class covers
+decode (8 tokens) and prefill (256) and an odd batch costs only padding. One warp copies (TMA for activations, bulk copies
+for the prepacked weights of `prepack_sm90`), the other warpgroups unpack and multiply, each owning 64 rows at a time.
+
+Work: the grid is persistent. A tile is rows x tokens over all of K. The first `whole_tiles` tiles go round robin to the
+clusters; what is left is cut, over tiles and K, into equal runs of K steps, one run per cluster (stream-K). Clusters that
+share a tile leave their int32 sums in a workspace and the last to arrive adds them: integers, so the order does not
+matter and the result is bit-identical in every run.
+
+Two segments keep two accumulators and meet in the epilogue in float32, each with its own pair of scales.
+
+Importing this module imports the DSL; only `gemm_sm90` does, when it compiles.
+"""
+
+# No postponed annotations here: the DSL reads them.
+
+import math
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float32, Int8, Int32, Int64
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
+
+from w4a4.kernels.gemm_sm90_variant import Variant
+
+K_BLOCK = 128  # columns of one activation tile: a full 128-byte swizzle row
+HIGH_NIBBLES = -252645136  # 0xF0F0F0F0
+WEIGHTS_ONCE = 0x12F0000000000000  # L2 policy evict_first: no other cluster will read them
+
+
+class GemmKernel:
+    """The kernel of one `Variant`; everything in the variant is a compile-time constant."""
+
+    def __init__(self, variant: Variant) -> None:
+        self.variant = variant
+
+    @cute.jit
+    def __call__(
+        self,
+        codes: cute.Tensor,  # int8 [T, K], segments side by side
+        token_scales: cute.Tensor,  # f32 [T * segments]
+        words: cute.Tensor,  # int32 [N_padded / 64, words of 64 rows]
+        rows: cute.Tensor,  # f32 [N_padded * 4]: scale of each segment, bias, 0
+        out: cute.Tensor,  # bf16 [T, N]
+        counters: cute.Tensor,  # int32, zero before and after: arrivals per shared tile and warpgroup
+        partials: cute.Tensor,  # int32: sums of clusters that share a tile
+        num_clusters: Int32,
+        whole_tiles: Int32,
+        token_group: Int32,  # token tiles visited per weight tile: locality in L2
+        first_width: Int32,  # columns of the first segment as the activations have them
+        first_steps: Int32,  # K steps of each segment, padding included
+        second_steps: Int32,
+        stream: Any,
+    ) -> None:
+        v = self.variant
+        op = warpgroup.MmaI8Op(
+            Int8,
+            Int8,
+            Int32,
+            (64, v.tokens, 32),
+            warpgroup.OperandSource.RMEM,
+            OperandMajorMode.K,
+            OperandMajorMode.K,
+        )
+        tiled_mma = cute.make_tiled_mma(cute.make_mma_atom(op), (v.warpgroups, 1, 1))
+        atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, Int8)
+        x_layout = cute.tile_to_shape(atom, (v.tokens, K_BLOCK, v.stages * v.x_blocks), order=(0, 1, 2))
+        load = cpasync.CopyBulkTensorTileG2SOp() if v.cluster == 1 else cpasync.CopyBulkTensorTileG2SMulticastOp()
+        x_atom, x_tma = cpasync.make_tiled_tma_atom(
+            load, codes, cute.slice_(x_layout, (None, None, 0)), (v.tokens, K_BLOCK), num_multicast=v.cluster
+        )
+        y_swizzle = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, BFloat16)
+        y_layout = cute.tile_to_shape(y_swizzle, (v.store_tokens, 64, v.warpgroups * v.store_buffers), order=(0, 1, 2))
+        y_atom, y_tma = cpasync.make_tiled_tma_atom(
+            cpasync.CopyBulkTensorTileS2GOp(), out, cute.slice_(y_layout, (None, None, 0)), (v.store_tokens, 64)
+        )
+
+        @cute.struct
+        class Storage:
+            barriers: cute.struct.MemRange[Int64, v.stages * 2]
+            verdict: cute.struct.MemRange[Int32, v.warpgroups]
+            token_scales: cute.struct.Align[cute.struct.MemRange[Float32, v.tokens * v.segments], 16]
+            rows: cute.struct.Align[cute.struct.MemRange[Float32, v.row_blocks * 64 * 4], 16]
+            words: cute.struct.Align[cute.struct.MemRange[Int32, v.stage_words * v.stages], 1024]
+            x: cute.struct.Align[cute.struct.MemRange[Int8, v.stage_x_bytes * v.stages], 1024]
+            y: cute.struct.Align[
+                cute.struct.MemRange[BFloat16, v.store_tokens * 64 * v.warpgroups * v.store_buffers], 1024
+            ]
+
+        self.storage = Storage
+        self.kernel(
+            tiled_mma,
+            x_layout,
+            x_atom,
+            x_tma,
+            y_layout,
+            y_atom,
+            y_tma,
+            token_scales,
+            words,
+            rows,
+            counters,
+            partials,
+            whole_tiles,
+            token_group,
+            first_width,
+            first_steps,
+            second_steps,
+        ).launch(
+            grid=[num_clusters * v.cluster, 1, 1],
+            block=[128 + 128 * v.warpgroups, 1, 1],
+            cluster=[v.cluster, 1, 1],
+            stream=stream,
+            use_pdl=v.overlap_launch,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        tiled_mma: cute.TiledMma,
+        x_layout: cute.ComposedLayout,
+        x_atom: cute.CopyAtom,
+        x_tma: cute.Tensor,
+        y_layout: cute.ComposedLayout,
+        y_atom: cute.CopyAtom,
+        y_tma: cute.Tensor,
+        token_scales: cute.Tensor,
+        words: cute.Tensor,
+        rows: cute.Tensor,
+        counters: cute.Tensor,
+        partials: cute.Tensor,
+        whole_tiles: Int32,
+        token_group: Int32,
+        first_width: Int32,
+        first_steps: Int32,
+        second_steps: Int32,
+    ) -> None:
+        v = self.variant
+        thread, _, _ = cute.arch.thread_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        group = cute.arch.make_warp_uniform(thread // 128)
+        block, _, _ = cute.arch.block_idx()
+        grid, _, _ = cute.arch.grid_dim()
+        rank = cute.arch.make_warp_uniform(block % v.cluster)
+        cluster = block // v.cluster
+        num_clusters = grid // v.cluster
+
+        smem = cutlass.utils.SmemAllocator()
+        storage = smem.allocate(self.storage)
+        full = storage.barriers.data_ptr()
+        empty = full + v.stages
+        if warp == 0:
+            with cute.arch.elect_one():
+                for stage in cutlass.range_constexpr(v.stages):
+                    cute.arch.mbarrier_init(full + stage, 1)
+                    cute.arch.mbarrier_init(empty + stage, 4 * v.warpgroups * v.cluster)
+        cute.arch.mbarrier_init_fence()
+        if cutlass.const_expr(v.cluster > 1):
+            cute.arch.cluster_arrive_relaxed()
+            cute.arch.cluster_wait()
+        else:
+            cute.arch.sync_threads()
+
+        tokens = cute.size(y_tma, mode=[0])
+        token_tiles = cute.ceil_div(tokens, v.tokens)
+        row_tiles = cute.ceil_div(cute.size(words, mode=[0]), v.row_blocks * v.cluster)
+        steps = first_steps + second_steps
+        shared_steps = (token_tiles * row_tiles - whole_tiles) * steps
+        run_start = shared_steps * cluster // num_clusters
+        run_stop = shared_steps * (cluster + 1) // num_clusters
+        first_shared = run_start // steps
+        num_shared = Int32(0)
+        if run_stop > run_start:
+            num_shared = (run_stop - 1) // steps - first_shared + 1
+        num_whole = (whole_tiles - cluster + num_clusters - 1) // num_clusters
+        num_items = num_shared + num_whole
+
+        x_smem = storage.x.get_tensor(x_layout.outer, swizzle=x_layout.inner)
+        words_smem = storage.words.data_ptr()
+
+        if group == 0:
+            if cutlass.const_expr(v.moves_registers):
+                cute.arch.setmaxregister_decrease(v.producer_registers)
+            if warp == 0:
+                x_first = cute.local_tile(x_tma, (v.tokens, K_BLOCK), (None, None))
+                x_second = cute.local_tile(
+                    cute.domain_offset((0, first_width), x_tma), (v.tokens, K_BLOCK), (None, None)
+                )
+                cta_layout = cute.make_layout(v.cluster)
+                smem_x, gmem_first = cpasync.tma_partition(
+                    x_atom, rank, cta_layout, cute.group_modes(x_smem, 0, 2), cute.group_modes(x_first, 0, 2)
+                )
+                _, gmem_second = cpasync.tma_partition(
+                    x_atom, rank, cta_layout, cute.group_modes(x_smem, 0, 2), cute.group_modes(x_second, 0, 2)
+                )
+                if cutlass.const_expr(v.overlap_launch):
+                    cute.arch.griddepcontrol_launch_dependents()
+                    cute.arch.griddepcontrol_wait()
+                stage = Int32(0)
+                phase = Int32(1)
+                row_words = cute.size(words, mode=[1])
+                for item in cutlass.range(num_items, unroll=1):
+                    tile, start, stop = self.work(
+                        item, num_shared, first_shared, run_start, run_stop, steps, whole_tiles, cluster, num_clusters
+                    )
+                    token_tile, row_tile = self.place(tile, token_group, token_tiles, row_tiles)
+                    row_block = (row_tile * v.cluster + rank) * v.row_blocks
+                    last_block = cute.size(words, mode=[0]) - 1
+                    for step in cutlass.range(start, cutlass.min(stop, first_steps), unroll=1):
+                        cute.arch.mbarrier_wait(empty + stage, phase)
+                        with cute.arch.elect_one():
+                            cute.arch.mbarrier_arrive_and_expect_tx(full + stage, v.step_bytes(0))
+                        self.load_words(
+                            words, words_smem, full, stage, row_block, last_block, row_words,
+                            step * v.step_words(0), v.step_words(0),
+                        )  # fmt: skip
+                        for sub in cutlass.range_constexpr(v.step_blocks(0)):
+                            self.load_x(
+                                x_atom,
+                                gmem_first[None, token_tile, step * v.step_blocks(0) + sub],
+                                smem_x[None, stage * v.x_blocks + sub],
+                                full + stage,
+                            )
+                        stage, phase = self.advance(stage, phase)
+                    if cutlass.const_expr(v.segments == 2):
+                        for second in cutlass.range(cutlass.max(start, first_steps), stop, unroll=1):
+                            step = second - first_steps
+                            cute.arch.mbarrier_wait(empty + stage, phase)
+                            with cute.arch.elect_one():
+                                cute.arch.mbarrier_arrive_and_expect_tx(full + stage, v.step_bytes(1))
+                            self.load_words(
+                                words, words_smem, full, stage, row_block, last_block, row_words,
+                                first_steps * v.step_words(0) + step * v.step_words(1), v.step_words(1),
+                            )  # fmt: skip
+                            for sub in cutlass.range_constexpr(v.step_blocks(1)):
+                                self.load_x(
+                                    x_atom,
+                                    gmem_second[None, token_tile, step * v.step_blocks(1) + sub],
+                                    smem_x[None, stage * v.x_blocks + sub],
+                                    full + stage,
+                                )
+                            stage, phase = self.advance(stage, phase)
+                if cutlass.const_expr(v.cluster > 1):
+                    # A peer may still signal this block's barriers: stay until every stage came back.
+                    for _ in cutlass.range(v.stages, unroll=1):
+                        cute.arch.mbarrier_wait(empty + stage, phase)
+                        stage, phase = self.advance(stage, phase)
+        else:
+            if cutlass.const_expr(v.moves_registers):
+                cute.arch.setmaxregister_increase(v.consumer_registers)
+            if cutlass.const_expr(v.overlap_launch):
+                cute.arch.griddepcontrol_wait()
+            consumer = group - 1
+            lane = thread % 128
+            slice_mma = tiled_mma.get_slice(thread - 128)
+            b_fragment = tiled_mma.make_fragment_B(slice_mma.partition_B(x_smem))
+            shape_a = tiled_mma.partition_shape_A((64 * v.row_blocks, K_BLOCK))
+            shape_c = tiled_mma.partition_shape_C((64 * v.row_blocks, v.tokens))
+            accumulators = [tiled_mma.make_fragment_C(shape_c) for _ in range(v.segments)]
+            tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
+            scales_smem = storage.token_scales.get_tensor(cute.make_layout(v.tokens * v.segments))
+            rows_smem = storage.rows.get_tensor(cute.make_layout((4, 64, v.row_blocks), stride=(1, 4, 256)))
+            verdict = storage.verdict.get_tensor(cute.make_layout(v.warpgroups))
+            y_smem = storage.y.get_tensor(y_layout.outer, swizzle=y_layout.inner)
+            y_base = storage.y.data_ptr().toint()
+            stage = Int32(0)
+            phase = Int32(0)
+            for item in cutlass.range(num_items, unroll=1):
+                tile, start, stop = self.work(
+                    item, num_shared, first_shared, run_start, run_stop, steps, whole_tiles, cluster, num_clusters
+                )
+                token_tile, row_tile = self.place(tile, token_group, token_tiles, row_tiles)
+                row_block = (row_tile * v.cluster + rank) * v.row_blocks
+                self.fetch_scales(token_scales, rows, scales_smem, rows_smem, token_tile, row_block, consumer, lane)
+                for segment in cutlass.range_constexpr(v.segments):
+                    accumulators[segment].fill(0)
+                for _ in cutlass.range(start, cutlass.min(stop, first_steps), unroll=1):
+                    cute.arch.mbarrier_wait(full + stage, phase)
+                    self.multiply(
+                        0, tiled_mma, shape_a, b_fragment, accumulators[0], storage, stage, consumer, lane
+                    )
+                    self.release(empty + stage, lane)
+                    stage, phase = self.advance(stage, phase)
+                if cutlass.const_expr(v.segments == 2):
+                    for _ in cutlass.range(cutlass.max(start, first_steps), stop, unroll=1):
+                        cute.arch.mbarrier_wait(full + stage, phase)
+                        self.multiply(
+                            1, tiled_mma, shape_a, b_fragment, accumulators[1], storage, stage, consumer, lane
+                        )
+                        self.release(empty + stage, lane)
+                        stage, phase = self.advance(stage, phase)
+                cute.arch.cp_async_wait_group(0)
+                is_complete = Int32(1)
+                if stop - start < steps:
+                    is_complete = self.meet(
+                        accumulators, counters, partials, verdict, tile - whole_tiles, start, shared_steps, steps,
+                        cluster, num_clusters, rank, consumer, lane,
+                    )  # fmt: skip
+                if is_complete == 1:
+                    self.store(
+                        accumulators, scales_smem, rows_smem, y_smem, y_base, y_atom, y_tma, token_tile, row_block,
+                        consumer, lane,
+                    )  # fmt: skip
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    # Where the work is. Every warp computes the same list, so none is passed around.
+
+    @cute.jit
+    def work(
+        self,
+        item: Int32,
+        num_shared: Int32,
+        first_shared: Int32,
+        run_start: Int32,
+        run_stop: Int32,
+        steps: Int32,
+        whole_tiles: Int32,
+        cluster: Int32,
+        num_clusters: Int32,
+    ):  # type: ignore[no-untyped-def]
+        """The item-th piece of this cluster's work: tile, first step, step after the last."""
+        tile = cluster + (item - num_shared) * num_clusters
+        start = Int32(0)
+        stop = steps
+        if item < num_shared:
+            shared = first_shared + item
+            start = cutlass.max(run_start - shared * steps, 0)
+            stop = cutlass.min(run_stop - shared * steps, steps)
+            tile = whole_tiles + shared
+        return tile, start, stop
+
+    @cute.jit
+    def place(self, tile: Int32, token_group: Int32, token_tiles: Int32, row_tiles: Int32):  # type: ignore[no-untyped-def]
+        """Token and row tile of a tile: `token_group` token tiles side by side, then down the rows."""
+        per_group = token_group * row_tiles
+        first = tile // per_group * token_group
+        size = cutlass.min(token_tiles - first, token_group)
+        rest = tile % per_group
+        return first + rest % size, rest // size
+
+    @cute.jit
+    def advance(self, stage: Int32, phase: Int32):  # type: ignore[no-untyped-def]
+        stage += 1
+        if stage == self.variant.stages:
+            stage = Int32(0)
+            phase ^= 1
+        return stage, phase
+
+    # Copies in
+
+    @cute.jit
+    def load_words(
+        self,
+        words: cute.Tensor,
+        words_smem: cute.Pointer,
+        full: cute.Pointer,
+        stage: Int32,
+        row_block: Int32,
+        last_block: Int32,
+        row_words: Int32,
+        offset: Int32,
+        count: cutlass.Constexpr,
+    ) -> None:
+        """One K step of every 64-row block: contiguous in memory, so a bulk copy each, issued by one thread."""
+        v = self.variant
+        barrier = (full + stage).toint().to(Int32)
+        base = words_smem.toint().to(Int32) + stage * (v.stage_words * 4)
+        with cute.arch.elect_one():
+            for b in cutlass.range_constexpr(v.row_blocks):
+                source = cutlass.min(row_block + b, last_block).to(Int64) * row_words + offset
+                cute.arch.inline_ptx(
+                    "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+                    "[{$r0}], [{$r1}], {$r2}, [{$r3}], {$r4};",
+                    read_only_args=[
+                        base + b * (count * 4),
+                        words.iterator.toint() + source * 4,
+                        Int32(count * 4),
+                        barrier,
+                        Int64(WEIGHTS_ONCE if v.weights_once else 0x14F0000000000000),
+                    ],
+                )
+
+    @cute.jit
+    def load_x(self, atom: cute.CopyAtom, source: cute.Tensor, target: cute.Tensor, barrier: cute.Pointer) -> None:
+        if cutlass.const_expr(self.variant.cluster == 1):
+            cute.copy(atom, source, target, tma_bar_ptr=barrier)
+        else:
+            mask = cutlass.Int16((1 << self.variant.cluster) - 1)
+            cute.copy(atom, source, target, tma_bar_ptr=barrier, mcast_mask=mask)
+
+    @cute.jit
+    def fetch_scales(
+        self,
+        token_scales: cute.Tensor,
+        rows: cute.Tensor,
+        scales_smem: cute.Tensor,
+        rows_smem: cute.Tensor,
+        token_tile: Int32,
+        row_block: Int32,
+        consumer: Int32,
+        lane: Int32,
+    ) -> None:
+        """Start copying the tile's scales: they are needed a whole main loop later.
+
+        Each warpgroup copies every token scale it will read itself (the same values to the same place as its
+        neighbours), so no barrier between warpgroups is needed.
+        """
+        v = self.variant
+        first = token_tile * (v.tokens * v.segments)
+        last = cute.size(token_scales) - 1
+        for i in cutlass.range_constexpr(math.ceil(v.tokens * v.segments / 128)):
+            index = i * 128 + lane
+            if index < v.tokens * v.segments:
+                source = token_scales.iterator.toint() + cutlass.min(first + index, last).to(Int64) * 4
+                target = scales_smem.iterator.toint().to(Int32) + index * 4
+                cute.arch.inline_ptx("cp.async.ca.shared.global [{$r0}], [{$r1}], 4;", read_only_args=[target, source])
+        if lane < 64:
+            for m in cutlass.range_constexpr(v.blocks_per_warpgroup):
+                b = m * v.warpgroups + consumer
+                row = cutlass.min((row_block + b) * 64 + lane, cute.size(rows) // 4 - 1)
+                source = rows.iterator.toint() + row.to(Int64) * 16
+                target = rows_smem.iterator.toint().to(Int32) + (b * 64 + lane) * 16
+                cute.arch.inline_ptx("cp.async.cg.shared.global [{$r0}], [{$r1}], 16;", read_only_args=[target, source])
+        cute.arch.cp_async_commit_group()
+
+    @cute.jit
+    def release(self, barrier: cute.Pointer, lane: Int32) -> None:
+        """Each warp tells every block of the cluster that it has read this stage."""
+        if cutlass.const_expr(self.variant.cluster == 1):
+            if lane % 32 == 0:
+                cute.arch.mbarrier_arrive(barrier)
+        else:
+            if lane % 32 < self.variant.cluster:
+                cute.arch.mbarrier_arrive(barrier, lane % 32)
+
+    # Main loop
+
+    @cute.jit
+    def multiply(
+        self,
+        segment: cutlass.Constexpr,
+        tiled_mma: cute.TiledMma,
+        shape_a: cutlass.Constexpr,
+        b_fragment: cute.Tensor,
+        accumulator: cute.Tensor,
+        storage: Any,
+        stage: Int32,
+        consumer: Int32,
+        lane: Int32,
+    ) -> None:
+        """accumulator += one K step of one segment."""
+        v = self.variant
+        bits = v.weight_bits[segment]
+        block_words = v.step_words(segment)  # of 64 rows
+        flat = storage.words.get_tensor(
+            cute.make_layout(
+                (4, 128, block_words // 512, v.row_blocks, v.stages), stride=(1, 4, 512, block_words, v.stage_words)
+            )
+        )
+        for sub in cutlass.range_constexpr(v.step_blocks(segment)):
+            a_fragment = tiled_mma.make_fragment_A(shape_a)
+            registers = cute.recast_tensor(a_fragment, Int32)
+            blocks = v.blocks_per_warpgroup
+            for m in cutlass.range_constexpr(blocks):
+                block = m * v.warpgroups + consumer
+                if cutlass.const_expr(bits == 4):
+                    loaded = cute.make_rmem_tensor((4, 2), Int32)
+                    for half in cutlass.range_constexpr(2):
+                        cute.autovec_copy(flat[None, lane, sub * 2 + half, block, stage], loaded[None, half])
+                    for j in cutlass.range_constexpr(8):
+                        word = loaded[j % 4, j // 4]
+                        index = 4 * (m + blocks * (j // 2)) + 2 * (j % 2)
+                        registers[index] = (word << 4) & Int32(HIGH_NIBBLES)
+                        registers[index + 1] = word & Int32(HIGH_NIBBLES)
+                else:
+                    loaded = cute.make_rmem_tensor((4, 4), Int32)
+                    for kk in cutlass.range_constexpr(4):
+                        cute.autovec_copy(flat[None, lane, sub * 4 + kk, block, stage], loaded[None, kk])
+                        for r in cutlass.range_constexpr(4):
+                            registers[4 * (m + blocks * kk) + r] = loaded[r, kk]
+            warpgroup.fence()
+            for kk in cutlass.range_constexpr(K_BLOCK // 32):
+                cute.gemm(
+                    tiled_mma,
+                    accumulator,
+                    a_fragment[None, None, kk],
+                    b_fragment[None, None, kk, stage * v.x_blocks + sub],
+                    accumulator,
+                )
+            warpgroup.commit_group()
+        warpgroup.wait_group(0)
+
+    # Tiles that several clusters share
+
+    @cute.jit
+    def meet(
+        self,
+        accumulators: cutlass.Constexpr,
+        counters: cute.Tensor,
+        partials: cute.Tensor,
+        verdict: cute.Tensor,
+        shared_tile: Int32,
+        start: Int32,
+        shared_steps: Int32,
+        steps: Int32,
+        cluster: Int32,
+        num_clusters: Int32,
+        rank: Int32,
+        consumer: Int32,
+        lane: Int32,
+    ):  # type: ignore[no-untyped-def]
+        """Leave this warpgroup's sums; the last to arrive adds everybody's and returns 1, the others return 0.
+
+        Cluster c holds the shared steps from shared_steps * c // num_clusters on, so those of a tile are known. A cluster
+        has at most one piece that begins inside a tile (slot 0) and one that begins a tile and ends inside it (slot 1).
+        """
+        v = self.variant
+        first = ((shared_tile * steps + 1) * num_clusters - 1) // shared_steps
+        last = ((shared_tile + 1) * steps * num_clusters - 1) // shared_steps
+        slot = Int32(0)
+        if start == 0:
+            slot = Int32(1)
+        mine = self.partial(partials, cluster, slot, rank, consumer, lane)
+        size = cute.size(accumulators[0])
+        for segment in cutlass.range_constexpr(v.segments):
+            flat = cute.make_tensor(accumulators[segment].iterator, cute.make_layout((4, size // 4)))
+            for i in cutlass.range_constexpr(size // 4):
+                cute.autovec_copy(flat[None, i], mine[None, segment * (size // 4) + i])
+        cute.arch.fence_acq_rel_gpu()
+        self.sync(consumer)
+        counter = counters.iterator + ((shared_tile * v.cluster + rank) * v.warpgroups + consumer)
+        if lane == 0:
+            arrived = cute.arch.atomic_add(counter, Int32(1), sem="acq_rel", scope="gpu")
+            verdict[consumer] = arrived
+            if arrived == last - first:
+                counters[(shared_tile * v.cluster + rank) * v.warpgroups + consumer] = Int32(0)
+        self.sync(consumer)
+        is_last = Int32(0)
+        if verdict[consumer] == last - first:
+            is_last = Int32(1)
+            cute.arch.fence_acq_rel_gpu()
+            for other in cutlass.range(first, last + 1, unroll=1):
+                if other != cluster:
+                    theirs_slot = Int32(0)
+                    if other == first:
+                        theirs_slot = Int32(1)
+                    theirs = self.partial(partials, other, theirs_slot, rank, consumer, lane)
+                    for segment in cutlass.range_constexpr(v.segments):
+                        flat = cute.make_tensor(accumulators[segment].iterator, cute.make_layout((4, size // 4)))
+                        for i in cutlass.range_constexpr(size // 4):
+                            loaded = cute.make_rmem_tensor(4, Int32)
+                            cute.autovec_copy(theirs[None, segment * (size // 4) + i], loaded)
+                            for e in cutlass.range_constexpr(4):
+                                flat[e, i] = flat[e, i] + loaded[e]
+        return is_last
+
+    @cute.jit
+    def partial(self, partials: cute.Tensor, cluster: Int32, slot: Int32, rank: Int32, consumer: Int32, lane: Int32):  # type: ignore[no-untyped-def]
+        """One thread's own 16-byte words in a slot: nobody else reads or writes them."""
+        v = self.variant
+        index = ((cluster * 2 + slot) * v.cluster + rank) * v.warpgroups + consumer
+        quads = v.partial_words // 4
+        start = partials.iterator + (index * (v.partial_words * 128) + lane * 4)
+        return cute.make_tensor(start.align(16), cute.make_layout((4, quads), stride=(1, 512)))
+
+    @cute.jit
+    def sync(self, consumer: Int32) -> None:
+        cute.arch.barrier(barrier_id=1 + consumer, number_of_threads=128)
+
+    # Epilogue
+
+    @cute.jit
+    def store(
+        self,
+        accumulators: cutlass.Constexpr,
+        scales_smem: cute.Tensor,
+        rows_smem: cute.Tensor,
+        y_smem: cute.Tensor,
+        y_base: Int32,
+        y_atom: cute.CopyAtom,
+        y_tma: cute.Tensor,
+        token_tile: Int32,
+        row_block: Int32,
+        consumer: Int32,
+        lane: Int32,
+    ) -> None:
+        """Scale, round to bf16, transpose through shared memory, and let TMA store while the next tile is multiplied."""
+        v = self.variant
+        warp = lane // 32
+        quad_row = lane % 32 // 4
+        quad = lane % 4
+        # stmatrix: lane l addresses row l % 8 of matrix l / 8; matrices are (rows 0-7 | rows 8-15) x (8 tokens | 8 tokens)
+        matrix = lane % 32 // 8
+        chunk = (warp * 2 + matrix % 2) ^ (lane % 8)
+        address = y_base.to(Int32) + (matrix // 2 * 8 + lane % 8) * 128 + chunk * 16
+        blocks = v.blocks_per_warpgroup
+        for chunk_index in cutlass.range_constexpr(blocks * v.store_chunks):
+            m = chunk_index // v.store_chunks
+            part = chunk_index % v.store_chunks
+            buffer = (chunk_index % v.store_buffers) * v.warpgroups + consumer
+            b = m * v.warpgroups + consumer
+            if cutlass.const_expr(chunk_index == 0 or chunk_index >= v.store_buffers):
+                if lane < 32:
+                    cute.arch.cp_async_bulk_wait_group(0 if chunk_index == 0 else v.store_buffers - 1, read=True)
+                self.sync(consumer)
+            low = cute.make_rmem_tensor(4, Float32)
+            high = cute.make_rmem_tensor(4, Float32)
+            cute.autovec_copy(rows_smem[None, warp * 16 + quad_row, b], low)
+            cute.autovec_copy(rows_smem[None, warp * 16 + quad_row + 8, b], high)
+            target = address + buffer * (v.store_tokens * 128)
+            for j in cutlass.range_constexpr(v.store_tokens // 8):
+                token = part * v.store_tokens + j * 8 + quad * 2
+                packed = cute.make_rmem_tensor(4, BFloat16)
+                scales = cute.make_rmem_tensor(2 * v.segments, Float32)
+                cute.autovec_copy(self.pair(scales_smem, token), scales)
+                for e in cutlass.range_constexpr(4):
+                    row = low if e < 2 else high
+                    value = row[2]
+                    for segment in cutlass.range_constexpr(v.segments):
+                        s = v.segments - 1 - segment
+                        index = e + 4 * (m * (v.tokens // 8) + part * (v.store_tokens // 8) + j)
+                        product = Float32(accumulators[s][index])
+                        value = value + product * (row[s] * scales[e % 2 * v.segments + s])
+                    packed[e] = value.to(BFloat16)
+                pair = cute.recast_tensor(packed, Int32)
+                if cutlass.const_expr(v.store_tokens == 8):
+                    cute.arch.inline_ptx(
+                        "stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [{$r0}], {{$r1}, {$r2}};",
+                        read_only_args=[target, pair[0], pair[1]],
+                    )
+                elif cutlass.const_expr(j % 2 == 0):
+                    even = (pair[0], pair[1])
+                else:
+                    cute.arch.inline_ptx(
+                        "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+                        read_only_args=[target + (j - 1) * 1024, even[0], even[1], pair[0], pair[1]],
+                    )
+            cute.arch.fence_proxy("async.shared", space="cta")
+            self.sync(consumer)
+            if lane < 32:
+                gmem = cute.local_tile(y_tma, (v.store_tokens, 64), (None, None))
+                y_from, y_to = cpasync.tma_partition(
+                    y_atom, 0, cute.make_layout(1), cute.group_modes(y_smem, 0, 2), cute.group_modes(gmem, 0, 2)
+                )
+                cute.copy(
+                    y_atom,
+                    y_from[None, buffer],
+                    y_to[None, token_tile * v.store_chunks + part, row_block + b],
+                )
+                cute.arch.cp_async_bulk_commit_group()
+
+    @cute.jit
+    def pair(self, scales_smem: cute.Tensor, token: Int32):  # type: ignore[no-untyped-def]
+        """The scales of two neighbouring tokens."""
+        size = 2 * self.variant.segments
+        start = scales_smem.iterator + token * self.variant.segments
+        return cute.make_tensor(start.align(4 * size), cute.make_layout(size))
+
+
+def compile_kernel(variant: Variant) -> Any:
+    """Compile one variant for the architecture in CUTE_DSL_ARCH; the result can be exported."""
+    tokens, columns, rows_64 = cute.sym_int(), cute.sym_int(divisibility=16), cute.sym_int()
+    return cute.compile(
+        GemmKernel(variant),
+        make_fake_compact_tensor(Int8, (tokens, columns), stride_order=(1, 0), assumed_align=16),
+        make_fake_compact_tensor(Float32, (cute.sym_int(),), assumed_align=4),
+        make_fake_compact_tensor(Int32, (rows_64, cute.sym_int(divisibility=512)), stride_order=(1, 0), assumed_align=16),
+        make_fake_compact_tensor(Float32, (cute.sym_int(),), assumed_align=16),
+        make_fake_compact_tensor(BFloat16, (tokens, cute.sym_int(divisibility=8)), stride_order=(1, 0), assumed_align=16),
+        make_fake_compact_tensor(Int32, (cute.sym_int(),), assumed_align=4),
+        make_fake_compact_tensor(Int32, (cute.sym_int(),), assumed_align=16),
+        Int32(1),
+        Int32(0),
+        Int32(1),
+        Int32(0),
+        Int32(1),
+        Int32(0),
+        make_fake_stream(use_tvm_ffi_env_stream=True),
+        options="--enable-tvm-ffi",
+    )

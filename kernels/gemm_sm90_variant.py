@@ -1,0 +1,132 @@
+"""What can be chosen about a Hopper GEMM: the constants of a compiled kernel, and how one product uses it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+MAX_SHARED_BYTES = 232_448  # of one block on sm_90
+
+@dataclass(frozen=True)
+class Variant:
+    """What is fixed when the kernel is compiled. `gemm_sm90_kernel` explains the words.
+
+    weight_bits:        of each segment: (4,), (8,), (4, 8), (4, 4)
+    tokens:             of one tile (wgmma's N): 8, 16, 24, 32 or a multiple of 16 up to 256
+    row_blocks:         64-row blocks of one tile, a multiple of `warpgroups`
+    warpgroups:         that multiply; one more copies
+    stages:             of the shared-memory pipeline
+    int4_blocks:        128-column blocks of int4 weights in one K step: 1, or 2 (decode: half the barriers)
+    cluster:            thread blocks that share activation tiles by multicast: 1 or 2
+    store_buffers:      chunks of 64 tokens or fewer that may wait for their store, per warpgroup
+    overlap_launch:     start while the previous kernel drains (programmatic dependent launch)
+    weights_once:       weights leave L2 first: right where every weight is read by one cluster only
+    """
+
+    weight_bits: tuple[int, ...]
+    tokens: int
+    row_blocks: int
+    warpgroups: int
+    stages: int
+    int4_blocks: int = 1
+    cluster: int = 1
+    store_buffers: int = 1
+    overlap_launch: bool = True
+    weights_once: bool = False
+
+    def __post_init__(self) -> None:
+        if self.shared_bytes > MAX_SHARED_BYTES:
+            raise ValueError(f"{self.name} needs {self.shared_bytes} bytes of shared memory of {MAX_SHARED_BYTES}")
+        if self.row_blocks % self.warpgroups or self.tokens % 8 or not 8 <= self.tokens <= 256:
+            raise ValueError(f"{self.name} is no tile")
+
+    @property
+    def name(self) -> str:
+        """As a file name."""
+        bits = "".join(map(str, self.weight_bits))
+        flags = ("p" if self.overlap_launch else "") + ("o" if self.weights_once else "")
+        return (
+            f"gemm-w{bits}-t{self.tokens}-r{self.row_blocks}-g{self.warpgroups}-s{self.stages}-b{self.int4_blocks}"
+            f"-c{self.cluster}-e{self.store_buffers}{flags}"
+        )
+
+    @property
+    def segments(self) -> int:
+        return len(self.weight_bits)
+
+    @property
+    def blocks_per_warpgroup(self) -> int:
+        return self.row_blocks // self.warpgroups
+
+    def step_blocks(self, segment: int) -> int:
+        """128-column blocks of one K step."""
+        return self.int4_blocks if self.weight_bits[segment] == 4 else 1
+
+    def step_words(self, segment: int) -> int:
+        """int32 words of one K step of 64 rows."""
+        return 256 * self.weight_bits[segment] * self.step_blocks(segment)
+
+    def step_bytes(self, segment: int) -> int:
+        """Bytes that arrive in shared memory for one K step."""
+        return self.row_blocks * self.step_words(segment) * 4 + self.tokens * 128 * self.step_blocks(segment)
+
+    @property
+    def x_blocks(self) -> int:
+        return max(self.step_blocks(s) for s in range(self.segments))
+
+    @property
+    def stage_words(self) -> int:
+        return self.row_blocks * max(self.step_words(s) for s in range(self.segments))
+
+    @property
+    def stage_x_bytes(self) -> int:
+        return self.tokens * 128 * self.x_blocks
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of one block, up to 3 KiB of alignment included."""
+        pipeline = self.stages * (self.stage_words * 4 + self.stage_x_bytes + 16)
+        scales = self.tokens * self.segments * 4 + self.row_blocks * 64 * 16
+        stores = self.warpgroups * self.store_buffers * self.store_tokens * 128
+        return pipeline + scales + stores + 3072
+
+    @property
+    def store_tokens(self) -> int:
+        """Tokens of one store: the largest of these that divides the tile."""
+        return next(size for size in (64, 48, 32, 16, 8) if self.tokens % size == 0)
+
+    @property
+    def store_chunks(self) -> int:
+        return self.tokens // self.store_tokens
+
+    @property
+    def partial_words(self) -> int:
+        """int32 sums of one thread."""
+        return self.segments * self.tokens // 2 * self.blocks_per_warpgroup
+
+    @property
+    def moves_registers(self) -> bool:
+        return self.warpgroups > 1
+
+    @property
+    def producer_registers(self) -> int:
+        return 32
+
+    @property
+    def consumer_registers(self) -> int:
+        return {2: 240, 3: 160}[self.warpgroups]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one product runs.
+
+    variant:      the compiled kernel
+    token_group:  token tiles that are computed side by side before the next weight rows (locality in L2)
+    share:        which tiles several clusters work on together along K: "none", "rest" (those that do not fill the GPU
+                  in whole rounds) or "all"
+    """
+
+    variant: Variant
+    token_group: int = 1
+    share: Literal["none", "rest", "all"] = "none"

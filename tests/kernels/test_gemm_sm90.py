@@ -1,0 +1,136 @@
+"""The Hopper GEMM. On a CPU: every variant that can be chosen compiles as it should. On a GPU: it is exact."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+from w4a4.kernels.gemm_sm90 import gemm, run
+from w4a4.kernels.gemm_sm90_variant import Plan, Variant
+from w4a4.kernels.layout import LinearLayout, Segment
+from w4a4.kernels.prepack_sm90 import PrepackedLinear, prepack
+from w4a4.kernels.tuning_sm90 import choose
+
+W4 = (Segment(512, 4, 4),)
+DUAL = (Segment(448, 4, 4), Segment(128, 8, 8))
+LAYOUTS = {
+    "w4": W4,
+    "one block": (Segment(128, 4, 4),),
+    "dual": DUAL,
+    "dual long": (Segment(3584, 4, 4), Segment(512, 8, 8)),
+    "int4 under int8 activations": (Segment(384, 4, 4), Segment(128, 8, 4)),
+    "w8a8": (Segment(384, 8, 8),),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    codes: Tensor
+    scales: Tensor
+    linear: PrepackedLinear
+    exact: Tensor  # float64 [T, N]
+    slack: Tensor  # float64 [T, N]: what float32 arithmetic of the epilogue may be off by
+
+
+def make_case(segments: tuple[Segment, ...], tokens: int, rows: int, unit: bool = False, seed: int = 0) -> Case:
+    """Random operands over their whole range; `unit`: scales 1 and codes so small that bf16 holds every result."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+
+    def integers(bound: int, *shape: int) -> Tensor:
+        return torch.randint(-bound - 1, bound + 1, shape, generator=generator, device="cuda", dtype=torch.int8)
+
+    layout = LinearLayout(rows, segments)
+    codes = [integers(0 if unit else 2 ** (s.act_bits - 1) - 1, tokens, s.width) for s in segments]
+    weights = [integers(0 if unit else 2 ** (s.weight_bits - 1) - 1, rows, s.width) for s in segments]
+    if unit:  # 128 nonzero products at most: results in [0, 128]
+        for code in codes:
+            code[:, 128 // len(codes) :] = 0
+    ones = torch.ones(tokens, rows, dtype=torch.float64, device="cuda")
+    scales = torch.rand(tokens, len(segments), generator=generator, device="cuda") + 0.5
+    weight_scales = torch.rand(rows, len(segments), generator=generator, device="cuda") + 0.5
+    bias = torch.randn(rows, generator=generator, device="cuda") * 1000
+    if unit:
+        scales.fill_(1)
+        weight_scales.fill_(1)
+        bias.fill_(0)
+    exact, magnitude = ones * bias.double(), ones * bias.double().abs()
+    for i, (code, weight) in enumerate(zip(codes, weights, strict=True)):
+        part = (code.double() @ weight.double().T) * scales[:, i, None].double() * weight_scales[:, i].double()
+        exact, magnitude = exact + part, magnitude + part.abs()
+    return Case(
+        torch.cat(codes, 1),
+        scales,
+        prepack(layout, tuple(weights), weight_scales, None if unit else bias, "cuda"),
+        exact,
+        magnitude * 2.0**-21,
+    )
+
+
+def check(y: Tensor, case: Case) -> None:
+    """bf16 rounding (2**-9 relative, half an ulp is 2**-9 at worst) plus float32 slack, everywhere."""
+    error = (y.double() - case.exact).abs()
+    assert bool((error <= case.exact.abs() * 2.0**-8 * 0.501 + case.slack).all()), float(error.max())
+
+
+@pytest.fixture(autouse=True)
+def _clean_workspace() -> Iterator[None]:
+    yield
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("tokens", [1, 3, 17, 64, 129, 300])
+@pytest.mark.parametrize("rows", [128, 576])
+def test_product_equals_exact_arithmetic_up_to_bf16(name: str, tokens: int, rows: int) -> None:
+    case = make_case(LAYOUTS[name], tokens, rows)
+    out = torch.full((tokens, rows), float("nan"), dtype=torch.bfloat16, device="cuda")
+    assert gemm(case.codes, case.scales, case.linear, out) is out
+    check(out, case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["w4", "dual"])
+def test_large_odd_batch(name: str) -> None:
+    case = make_case(LAYOUTS[name], 4097, 1088)
+    check(gemm(case.codes, case.scales, case.linear), case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("tokens", [5, 200])
+def test_sums_are_the_integers_themselves(name: str, tokens: int) -> None:
+    case = make_case(LAYOUTS[name], tokens, 192, unit=True)
+    assert torch.equal(gemm(case.codes, case.scales, case.linear).double(), case.exact)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["w4", "dual"])
+@pytest.mark.parametrize("tokens", [4, 100, 700])
+@pytest.mark.parametrize("share", ["none", "rest", "all"])
+@pytest.mark.parametrize("cluster", [1, 2])
+def test_every_way_to_share_tiles_gives_the_same_bits(name: str, tokens: int, share: str, cluster: int) -> None:
+    case = make_case(LAYOUTS[name], tokens, 8192)
+    expected = gemm(case.codes, case.scales, case.linear)
+    plan = choose(case.linear.weight_bits, 8192, 512, tokens)
+    plan = Plan(dataclasses.replace(plan.variant, cluster=cluster), 3, share)  # type: ignore[arg-type]
+    for _ in range(3):
+        out = torch.full_like(expected, float("nan"))
+        run(case.codes, case.scales, case.linear, out, plan)
+        assert torch.equal(out, expected)
+
+
+@pytest.mark.gpu
+def test_replays_in_a_cuda_graph() -> None:
+    case = make_case(DUAL, 33, 256)
+    expected = gemm(case.codes, case.scales, case.linear)
+    out = torch.full_like(expected, float("nan"))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        gemm(case.codes, case.scales, case.linear, out)
+    for _ in range(3):
+        out.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(out, expected)
