@@ -24,7 +24,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from w4a4.kernels.reference import quantize_kv
+from w4a4.kernels.reference import block_hadamard, quantize_kv
+from w4a4.kernels.rope import apply_rope
 
 QUERY_TILE = 64
 """Queries of a chunk that attend at a time: bounds the scores held, and leaves out most of what causality hides."""
@@ -136,29 +137,6 @@ class KVBatch:
 # Written to pages
 
 
-def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate x [T, H, D] by angles whose cos and sin are [T, D / 2]: channel i pairs with i + D / 2 (RoFormer)."""
-    first, second = x.chunk(2, -1)
-    cos, sin = cos.unsqueeze(1).to(x.dtype), sin.unsqueeze(1).to(x.dtype)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
-
-
-def head_hadamard(x: Tensor) -> Tensor:
-    """Multiply the last dimension of x [..., D] (a power of two) by the normalised Sylvester Hadamard matrix.
-
-    The result of `reference.block_hadamard` with block = D, by butterflies: sums in a fixed order, whatever the shape.
-    """
-    size = x.shape[-1]
-    if size & (size - 1):
-        raise ValueError(f"a Sylvester Hadamard matrix needs a power of two, got {size}")
-    shape, step = x.shape, 1
-    while step < size:
-        x = x.reshape(*shape[:-1], size // (2 * step), 2, step)
-        x = torch.stack((x[..., 0, :] + x[..., 1, :], x[..., 0, :] - x[..., 1, :]), -2)
-        step *= 2
-    return x.reshape(shape).mul(size**-0.5)
-
-
 def prepare_qk(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, k_mean: Tensor | None, use_hadamard: bool
 ) -> tuple[Tensor, Tensor]:
@@ -170,7 +148,9 @@ def prepare_qk(
     q, k = apply_rope(q.float(), cos, sin), apply_rope(k.float(), cos, sin)
     if k_mean is not None:
         k = k - k_mean.float()
-    return (head_hadamard(q), head_hadamard(k)) if use_hadamard else (q, k)
+    if use_hadamard:
+        q, k = block_hadamard(q, q.shape[-1]), block_hadamard(k, k.shape[-1])
+    return q, k
 
 
 def pack_codes(codes: Tensor) -> Tensor:

@@ -10,15 +10,13 @@ from w4a4.kernels.kv4 import (
     KVBatch,
     KVPageLayout,
     allocate_pages,
-    apply_rope,
-    head_hadamard,
     kv_attention,
     kv_write,
     pack_codes,
     prepare_qk,
     unpack_codes,
 )
-from w4a4.kernels.reference import block_hadamard, dequantize_kv, quantize_kv
+from w4a4.kernels.reference import dequantize_kv, quantize_kv
 
 
 def random_tokens(*shape: int, seed: int) -> Tensor:
@@ -191,21 +189,6 @@ def test_codes_pack_and_unpack() -> None:
     packed = pack_codes(codes)
     assert packed[1, 2, 3] == codes[1, 2, 6] + 16 * codes[1, 2, 7]
     assert torch.equal(unpack_codes(packed), codes)
-
-
-@pytest.mark.parametrize("size", [64, 128, 256])
-def test_head_hadamard_is_the_reference_matrix(size: int) -> None:
-    x = random_tokens(7, 3, size, seed=0)
-    assert torch.allclose(head_hadamard(x), block_hadamard(x, size), atol=1e-5)
-    assert torch.equal(head_hadamard(x)[4:5], head_hadamard(x[4:5]))
-
-
-def test_rope_rotates_pairs() -> None:
-    x = random_tokens(5, 2, 64, seed=0).double()
-    angles = random_tokens(5, 32, seed=1).double()
-    rotated = apply_rope(x, angles.cos(), angles.sin())
-    pairs = torch.complex(x[..., :32], x[..., 32:]) * torch.polar(torch.ones_like(angles), angles).unsqueeze(1)
-    assert torch.allclose(rotated, torch.cat((pairs.real, pairs.imag), -1))
 
 
 def test_prepared_scores_differ_by_one_constant_per_query() -> None:
