@@ -140,7 +140,7 @@ def precision_bars(layers: Sequence[int], maps: dict[str, list[NDArray[np.int64]
 
 
 def error_map(layers: Sequence[int], linears: Sequence[str], errors: NDArray[np.float64]) -> bytes:
-    """Relative output error [linears, layers] as a labelled heat map; NaN where a linear has no value."""
+    """Relative squared output error [linears, layers] as a labelled heat map; NaN where a linear has no value."""
     from matplotlib.colors import LogNorm
 
     figure = _figure(10, 1.7 + 0.36 * len(linears))
@@ -160,7 +160,7 @@ def error_map(layers: Sequence[int], linears: Sequence[str], errors: NDArray[np.
                     colour = "black" if float(norm(errors[row, column])) > 0.55 else "white"
                     text = f"{100 * errors[row, column]:.2g}" if errors[row, column] < 0.995 else ">99"
                     ax.text(column, row, text, ha="center", va="center", fontsize=6, color=colour)
-    figure.colorbar(image, ax=ax, label="relative output error", pad=0.01)
+    figure.colorbar(image, ax=ax, label="relative squared error", pad=0.01)
     ax.set_title("numbers in the cells are per cent" if len(layers) <= 40 else "", loc="left", fontsize=9)
     return _png(figure)
 

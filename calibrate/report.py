@@ -79,7 +79,7 @@ class PointProfile:
 
 @dataclass(frozen=True)
 class LinearError:
-    """Relative output error of one linear, ‖XW'ᵀ - XWᵀ‖ / ‖XWᵀ‖ over calibration tokens."""
+    """Relative squared output error of one linear, E‖y_q - y‖² / E‖y‖² over calibration tokens."""
 
     layer: int
     name: str
@@ -237,7 +237,10 @@ def _errors(data: ReportData) -> Picture:
     values = np.full((len(linears), len(layers)), np.nan)
     for error in data.errors:
         values[linears.index(error.name), layers.index(error.layer)] = error.relative
-    caption = "Relative error of each linear's output on calibration tokens, after quantisation; brighter is worse."
+    caption = (
+        "Squared error of each linear's output over its squared output, E‖y_q − y‖² / E‖y‖², on calibration tokens; "
+        "activations and weights quantised; brighter is worse."
+    )
     return Picture("layer-error", "Error per layer", caption, figures.error_map(layers, linears, values))
 
 
