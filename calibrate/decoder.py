@@ -66,9 +66,9 @@ class LayerMath:
     def heads(self, weights: Weights, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Split projections into heads [B, T, heads, D], norm q and k where the model does, and rotate them."""
         config = self.config
-        q = q.unflatten(-1, (config.num_heads, config.head_dim))
-        k = k.unflatten(-1, (config.num_kv_heads, config.head_dim))
-        v = v.unflatten(-1, (config.num_kv_heads, config.head_dim))
+        q = q.view(*q.shape[:-1], config.num_heads, config.head_dim)
+        k = k.view(*k.shape[:-1], config.num_kv_heads, config.head_dim)
+        v = v.view(*v.shape[:-1], config.num_kv_heads, config.head_dim)
         if config.qk_norm:
             q = rms_norm(q, weights["self_attn.q_norm.weight"], config.rms_norm_eps)
             k = rms_norm(k, weights["self_attn.k_norm.weight"], config.rms_norm_eps)

@@ -1,0 +1,222 @@
+"""`w4a4 quantize`: a source, its statistics and a recipe in; a packed checkpoint out.
+
+Layer by layer: transform, quantise on the inputs that the quantised layers before it produce, write, commit. The
+residual stream is committed with every layer, so that a run that was killed goes on at the first unfinished layer
+and gives the same bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from w4a4.calibrate.decoder import LayerMath, layer_weights, lm_head_weight
+from w4a4.calibrate.source import Source
+from w4a4.calibrate.statistics import CalibrationStats
+from w4a4.configs.errors import StoppedError, UsageError
+from w4a4.configs.recipe import Recipe
+from w4a4.export.checkpoint import FORMAT_VERSION, open_checkpoint
+from w4a4.export.dual import DualTransform
+from w4a4.export.layer_quantizer import STAGES, quantize_layer
+from w4a4.export.model_card import model_card
+from w4a4.export.plan import LayerPlan
+from w4a4.export.promotion import promotions
+from w4a4.export.published import IdentityTransform
+from w4a4.export.summary import summarize_checkpoint
+from w4a4.export.writer import CheckpointWriter
+
+PROBE_SEQUENCES = 2
+PROBE_LENGTH = 1024
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """One finished layer: its index of `num_layers`, relative squared output error per linear, promoted linears."""
+
+    layer: int
+    num_layers: int
+    errors: dict[str, float]
+    promoted: tuple[str, ...]
+
+
+def _ignore(_report: LayerReport) -> None:
+    return None
+
+
+@dataclass(frozen=True)
+class Callbacks:
+    """How a run speaks to whoever started it.
+
+    on_layer: called after each commit. should_stop: polled after each commit. quality: measures the assembled
+    checkpoint folder before it is published; what it returns goes into manifest and model card, and what it raises
+    keeps the checkpoint from being published.
+    """
+
+    on_layer: Callable[[LayerReport], None] = _ignore
+    should_stop: Callable[[], bool] = lambda: False
+    quality: Callable[[Path], dict[str, Any]] | None = None
+
+
+def quantize(
+    source: Source,
+    stats: CalibrationStats,
+    recipe: Recipe,
+    output: Path,
+    device: torch.device | str = "cpu",
+    callbacks: Callbacks = Callbacks(),  # noqa: B008 (frozen)
+) -> Path:
+    """Write the packed checkpoint of `source` to `output` and return that path.
+
+    Raises:
+        UsageError: statistics of another model; an output that exists or belongs to another run.
+        StoppedError: `should_stop` said so; the same call resumes.
+        NumericsError, ResourceError: see the parts.
+    """
+    _check_statistics(source, stats)
+    run = _Run(source, stats, recipe, device, callbacks)
+    identity = {
+        "w4a4": version("w4a4"),
+        "torch": torch.__version__,
+        "source": {"kind": source.identity.kind, "sha256": source.identity.sha256,
+                   "revision": source.identity.revision},
+        "recipe": asdict(recipe),
+        "calibration": asdict(stats.run),
+    }  # fmt: skip
+    with CheckpointWriter(output, identity, source.identity.path) as writer:
+        writer.open()
+        run.layers(writer)
+        run.rest(writer)
+        folder = writer.assemble(run.hf_config(), run.quantization_config(), recipe.to_yaml(), source.side_files)
+        quality = callbacks.quality(folder) if callbacks.quality else None
+        summary = summarize_checkpoint(open_checkpoint(folder)).to_json()
+        extras = {
+            "source": {key: value for key, value in asdict(source.identity).items() if key != "path"},
+            "calibration": asdict(stats.run),
+            "quality": {"evaluation": quality, "layer_errors": run.layer_errors()},
+        }
+        card = model_card(source.identity.name, recipe, asdict(stats.run), summary, quality)
+        return writer.publish(extras, card)
+
+
+def _check_statistics(source: Source, stats: CalibrationStats) -> None:
+    if stats.run.model_sha256 != source.identity.sha256:
+        raise UsageError(
+            f"the statistics are of {stats.run.model} (sha256 {stats.run.model_sha256}), "
+            f"not of {source.identity.name} (sha256 {source.identity.sha256})",
+            "calibrate this model, or leave out --stats",
+        )
+
+
+class _Run:
+    """The parts of one run and what they share."""
+
+    def __init__(self, source: Source, stats: CalibrationStats, recipe: Recipe, device: torch.device | str,
+                 callbacks: Callbacks) -> None:  # fmt: skip
+        self.source, self.stats, self.recipe, self.device, self.callbacks = source, stats, recipe, device, callbacks
+        self.config = source.config
+        kind = DualTransform if recipe.method == "dual" else IdentityTransform
+        self.transform: DualTransform | IdentityTransform = kind(self.config, recipe, stats)
+        self.linear_names = list(self.config.linear_shapes())
+        self.errors = torch.zeros(self.config.num_layers, len(self.linear_names))
+
+    @torch.inference_mode()
+    def layers(self, writer: CheckpointWriter) -> None:
+        """Quantise and commit every layer that is not yet done."""
+        state = writer.load_state("run")
+        if state is None:
+            promoted = self._promotions()
+            hidden = self._embedded(self.stats.tokens)
+        else:
+            promoted, hidden, self.errors = state["promoted"], state["hidden"], state["errors"]
+        for layer in range(writer.num_layers_done, self.config.num_layers):
+            names = tuple(n for stage, on in zip(STAGES, promoted[layer].tolist(), strict=True) if on for n in stage)
+            weights, extra, plan = self.transform.layer(layer, layer_weights(self.source, layer, self.device))
+            plan = {name: part.promoted() if name in names else part for name, part in plan.items()}
+            math = LayerMath(self.config, layer, hidden.shape[1], self.device)
+            result = quantize_layer(math, weights, plan, hidden, self.recipe, self.device)
+            self.errors[layer] = torch.tensor([result.errors[name] for name in self.linear_names])
+            kept = {name: value for name, value in (weights | extra).items() if "norm" in name or name in extra}
+            prefix = f"model.layers.{layer}."
+            writer.save_state("run", {"promoted": promoted, "hidden": hidden, "errors": self.errors})
+            writer.write_layer(
+                layer,
+                {prefix + name: linear for name, linear in result.linears.items()},
+                {prefix + name: value.cpu().contiguous() for name, value in kept.items()},
+            )
+            self.callbacks.on_layer(LayerReport(layer, self.config.num_layers, result.errors, names))
+            if self.callbacks.should_stop() and layer + 1 < self.config.num_layers:
+                raise StoppedError(
+                    f"stopped after layer {layer + 1} of {self.config.num_layers}; all of it is kept",
+                    "run the same command again to go on",
+                )
+
+    def rest(self, writer: CheckpointWriter) -> None:
+        """Embedding, final norm and lm_head, in bf16 but for the norm."""
+        if writer.is_rest_done:
+            return
+        embedding = self.transform.embedding(self.source.tensor("model.embed_tokens.weight"))
+        gain, head = self.transform.head(self.source.tensor("model.norm.weight"), lm_head_weight(self.source))
+        rest = {"model.embed_tokens.weight": embedding.bfloat16(), "model.norm.weight": gain}
+        if not self._stays_tied():
+            rest["lm_head.weight"] = head.bfloat16()
+        writer.write_rest({name: value.contiguous() for name, value in rest.items()})
+
+    def hf_config(self) -> dict[str, Any]:
+        return {**self.source.hf_config, "tie_word_embeddings": self._stays_tied()}
+
+    def quantization_config(self) -> dict[str, Any]:
+        recipe = self.recipe
+        return {
+            "quant_method": "w4a4",
+            "format_version": FORMAT_VERSION,
+            "required_features": [],
+            "producer": {"name": "w4a4", "version": version("w4a4")},
+            "recipe": recipe.name,
+            "block_size": 128,
+            "weights": {"bits": recipe.weight_bits, "group_size": recipe.group_size, "symmetric": True},
+            "activations": {"bits": recipe.act_bits, "symmetric": recipe.act_symmetric, "default_act": "map"},
+            "kv_cache": {
+                "bits": recipe.kv_bits,
+                "qk_hadamard": recipe.kv_hadamard,
+                "k_mean": recipe.kv_mean,
+                "sink_tokens": recipe.sink_tokens,
+            },
+            "transforms": {"down_hadamard": recipe.down_hadamard},
+            "permutation": {"tp_max": 1},
+            "modules_to_not_convert": ["lm_head"],
+        }
+
+    def layer_errors(self) -> Mapping[str, list[float]]:
+        """Relative squared output error of every linear, by short name, one per layer."""
+        columns = self.errors.T.tolist()
+        return {name: [round(value, 6) for value in column]
+                for name, column in zip(self.linear_names, columns, strict=True)}  # fmt: skip
+
+    def _stays_tied(self) -> bool:
+        """`dual` folds the final norm into lm_head, which the embedding does not share."""
+        return self.config.tie_word_embeddings and self.recipe.method != "dual"
+
+    def _embedded(self, tokens: Tensor) -> Tensor:
+        return self.transform.embedding(self.source.tensor("model.embed_tokens.weight"))[tokens.long()]
+
+    def _promotions(self) -> Tensor:
+        """bool [layers, stages]: which stages run wholly at 8 bits."""
+        chosen = torch.zeros(self.config.num_layers, len(STAGES), dtype=torch.bool)
+        if self.recipe.method != "dual" or self.recipe.budget == 0:
+            return chosen
+
+        def prepared(layer: int) -> tuple[dict[str, Tensor], LayerPlan]:
+            weights, _, plan = self.transform.layer(layer, layer_weights(self.source, layer, self.device))
+            return weights, plan
+
+        hidden = self._embedded(self.stats.tokens[:PROBE_SEQUENCES, :PROBE_LENGTH])
+        for layer, names in promotions(self.config, self.recipe, prepared, hidden, self.device).items():
+            for index, stage in enumerate(STAGES):
+                chosen[layer, index] = stage[0] in names
+        return chosen

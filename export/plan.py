@@ -1,0 +1,61 @@
+"""What is decided about a layer before anything is rounded: per linear, the order and the precision of its inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from w4a4.configs.recipe import Recipe
+from w4a4.kernels.layout import LinearLayout, Segment
+from w4a4.kernels.reference import block_hadamard
+
+
+@dataclass(frozen=True)
+class LinearPlan:
+    """Precision and order of one linear's input channels.
+
+    perm: int64 [K] or None (identity): stored channel j reads input channel perm[j].
+    """
+
+    layout: LinearLayout
+    perm: Tensor | None = None
+
+    def stored(self, weight: Tensor) -> Tensor:
+        """A weight [N, K] in the order and basis in which it is stored: columns permuted, online Hadamard undone.
+
+        y = W x = (W P H)(H Pᵀ x), and H is its own inverse.
+        """
+        if self.perm is not None:
+            weight = weight.index_select(1, self.perm.to(weight.device))
+        return block_hadamard(weight, self.layout.hadamard)
+
+    def promoted(self) -> LinearPlan:
+        """The same linear with every channel at 8-bit activations and int8 weights."""
+        return replace(self, layout=replace(self.layout, segments=(Segment(self.layout.in_features, 8, 8),)))
+
+
+LayerPlan = Mapping[str, LinearPlan]
+"""By short name, "self_attn.q_proj"."""
+
+
+def make_layout(
+    out_features: int, segments: list[tuple[int, int, int]], recipe: Recipe, hadamard: int = 1
+) -> LinearLayout:
+    """A layout from (width, activation bits, weight bits) triples, empty segments left out."""
+    kept = tuple(Segment(*segment) for segment in segments if segment[0])
+    return LinearLayout(
+        out_features, kept, symmetric=recipe.act_symmetric, group_size=recipe.group_size, hadamard=hadamard
+    )
+
+
+def eight_bit_macs(plan: LayerPlan) -> tuple[int, int]:
+    """MACs per token of a layer with 8-bit (or wider) activations, and all of them."""
+    high = sum(
+        linear.layout.out_features * segment.width
+        for linear in plan.values()
+        for segment in linear.layout.segments
+        if segment.act_bits > 4
+    )
+    return high, sum(linear.layout.out_features * linear.layout.in_features for linear in plan.values())

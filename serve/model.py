@@ -1,0 +1,202 @@
+"""A packed checkpoint as a model that runs: token ids and KV pages in, hidden states and logits out.
+
+One model code for a CPU and a GPU: everything that differs stands behind `kernels.ops` and `kernels.kv4`. It knows
+nothing of requests, scheduling or text.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from w4a4.configs.architecture import ModelConfig
+from w4a4.configs.errors import UnsupportedError
+from w4a4.export.checkpoint import PackedCheckpoint
+from w4a4.kernels import ops
+from w4a4.kernels.cpu import tiled_matmul
+from w4a4.kernels.kv4 import KVBatch, KVPageLayout, allocate_pages, kv_attention, kv_write, prepare_qk
+from w4a4.kernels.layout import ActMode
+from w4a4.kernels.reference import rms_norm
+from w4a4.kernels.rope import rope_frequencies, rope_tables
+
+PAGE_SIZE = 16
+
+
+@dataclass(frozen=True)
+class KVCache:
+    """The KV pages of all layers. Sink pages, one per sink slot, stand behind the `num_pages` ordinary ones."""
+
+    layout: KVPageLayout
+    num_pages: int
+    pages: tuple[Tensor, ...]  # per layer uint8 [num_pages + num_sink_slots, kv_heads, bytes]
+
+    def batch(
+        self, block_tables: Tensor, query_start: Tensor, context_lengths: Tensor, sink_slots: Tensor | None
+    ) -> KVBatch:
+        """The step's indices as the KV kernels want them; `sink_slots` int [B] is ignored where there are no sinks."""
+        sinks = None
+        if self.layout.num_sinks:
+            assert sink_slots is not None
+            sinks = sink_slots + self.num_pages
+        return KVBatch(block_tables, query_start, context_lengths, sinks)
+
+
+@dataclass(frozen=True)
+class DecoderLayer:
+    """One layer's weights on the device. Norm gains are None where they are all ones (folded into the readers)."""
+
+    qkv: ops.RuntimeLinear
+    o: ops.RuntimeLinear
+    gate_up: ops.RuntimeLinear
+    down: ops.RuntimeLinear
+    input_norm: Tensor | None
+    post_attention_norm: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    k_mean: Tensor | None  # [kv_heads, D]
+    window: int | None
+
+
+class CausalLM:
+    """A packed model on one device.
+
+    Args:
+        act: "map" runs the checkpoint's precision map, "a8" every 4-bit activation at 8 bits, "a16" none quantised.
+        kv_bits: 4 or 16; None takes the checkpoint's.
+    Raises:
+        UnsupportedError: no kernels for the device.
+        CheckpointError: a tensor is missing or makes no sense.
+    """
+
+    def __init__(
+        self,
+        checkpoint: PackedCheckpoint,
+        device: torch.device | str = "cpu",
+        act: ActMode = "map",
+        kv_bits: int | None = None,
+    ) -> None:
+        self.config: ModelConfig = checkpoint.config
+        self.device = torch.device(device)
+        self.dtype = torch.float32 if self.device.type == "cpu" else torch.bfloat16
+        self.act = act
+        kv = checkpoint.quantization["kv_cache"]
+        self.kv_bits = int(kv["bits"]) if kv_bits is None else kv_bits
+        self.use_qk_hadamard = bool(kv["qk_hadamard"])
+        self.num_sinks = int(kv["sink_tokens"]) if self.kv_bits == 4 else 0
+        self.has_k_mean = bool(kv["k_mean"])
+        try:
+            self.layers = [self._layer(checkpoint, index) for index in range(self.config.num_layers)]
+        except ops.UnsupportedDeviceError as error:
+            raise UnsupportedError(str(error), "run with --device cpu") from error
+        self.embedding = self._float(checkpoint.tensor("model.embed_tokens.weight"))
+        self.final_norm = self._gain(checkpoint.tensor("model.norm.weight"))
+        tied = self.config.tie_word_embeddings
+        self.head = self.embedding if tied else self._float(checkpoint.tensor("lm_head.weight"))
+        frequencies, self._rope_factor = rope_frequencies(
+            self.config.head_dim, self.config.rope_theta, self.config.rope_scaling, self.config.max_position_embeddings
+        )
+        self._frequencies = frequencies.to(self.device)
+
+    def _float(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.device, self.dtype)
+
+    def _gain(self, weight: Tensor) -> Tensor | None:
+        return None if bool((weight == 1).all()) else self._float(weight)
+
+    def _layer(self, checkpoint: PackedCheckpoint, index: int) -> DecoderLayer:
+        prefix = f"model.layers.{index}."
+
+        def fused(*names: str) -> ops.RuntimeLinear:
+            return ops.fuse_linears([checkpoint.linear(prefix + name) for name in names], self.device, self.act)
+
+        def norm(name: str) -> Tensor:
+            return self._float(checkpoint.tensor(prefix + name))
+
+        return DecoderLayer(
+            qkv=fused("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+            o=fused("self_attn.o_proj"),
+            gate_up=fused("mlp.gate_proj", "mlp.up_proj"),
+            down=fused("mlp.down_proj"),
+            input_norm=self._gain(norm("input_layernorm.weight")),
+            post_attention_norm=self._gain(norm("post_attention_layernorm.weight")),
+            q_norm=norm("self_attn.q_norm.weight") if self.config.qk_norm else None,
+            k_norm=norm("self_attn.k_norm.weight") if self.config.qk_norm else None,
+            k_mean=checkpoint.tensor(prefix + "self_attn.k_mean").to(self.device).view(-1, self.config.head_dim)
+            if self.has_k_mean
+            else None,
+            window=self.config.sliding_windows[index],
+        )
+
+    def paths(self) -> dict[str, str]:
+        """What multiplies each linear: "model.layers.0.self_attn.qkv_proj" -> "reference-cpu"."""
+        names = (("self_attn.qkv_proj", "qkv"), ("self_attn.o_proj", "o"), ("mlp.gate_up_proj", "gate_up"),
+                 ("mlp.down_proj", "down"))  # fmt: skip
+        return {
+            f"model.layers.{index}.{name}": ops.path_of(getattr(layer, field))
+            for index, layer in enumerate(self.layers)
+            for name, field in names
+        }
+
+    def kv_layout(self) -> KVPageLayout:
+        config = self.config
+        return KVPageLayout(config.num_kv_heads, config.head_dim, PAGE_SIZE, self.kv_bits, self.num_sinks)
+
+    def allocate_cache(self, num_pages: int, num_sink_slots: int) -> KVCache:
+        layout = self.kv_layout()
+        total = num_pages + (num_sink_slots if self.num_sinks else 0)
+        return KVCache(layout, num_pages, tuple(allocate_pages(layout, total, self.device) for _ in self.layers))
+
+    @torch.inference_mode()
+    def forward(self, input_ids: Tensor, batch: KVBatch, cache: KVCache) -> Tensor:
+        """Run int64 [T] new tokens of a batch, writing their K and V: final normed hidden states [T, H]."""
+        config = self.config
+        slots, sink_slots = batch.slots(cache.layout), batch.sink_slots(cache.layout)
+        cos, sin = rope_tables(batch.positions, self._frequencies, self._rope_factor)
+        residual = self.embedding[input_ids]
+        update: Tensor | None = None
+        for layer, pages in zip(self.layers, cache.pages, strict=True):
+            residual, activation = ops.rmsnorm_quantize(
+                residual, update, layer.input_norm, config.rms_norm_eps, layer.qkv
+            )
+            q, k, v = ops.linear_forward(activation, layer.qkv).split(layer.qkv.out_sizes, dim=1)
+            q, k, v = (heads.reshape(heads.shape[0], -1, config.head_dim) for heads in (q, k, v))
+            if layer.q_norm is not None and layer.k_norm is not None:
+                q, k = rms_norm(q, layer.q_norm, config.rms_norm_eps), rms_norm(k, layer.k_norm, config.rms_norm_eps)
+            q, k = prepare_qk(q, k, cos, sin, layer.k_mean, self.use_qk_hadamard)
+            kv_write(k, v, pages, slots, cache.layout, sink_slots)
+            attended = kv_attention(q, pages, batch, cache.layout, config.head_dim**-0.5, layer.window)
+            update = ops.linear_forward(ops.quantize_activation(attended.flatten(1).to(self.dtype), layer.o), layer.o)
+            residual, activation = ops.rmsnorm_quantize(
+                residual, update, layer.post_attention_norm, config.rms_norm_eps, layer.gate_up
+            )
+            activation = ops.silu_mul_quantize(ops.linear_forward(activation, layer.gate_up), layer.down)
+            update = ops.linear_forward(activation, layer.down)
+        assert update is not None
+        return rms_norm(residual + update, self.final_norm, config.rms_norm_eps)
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """float32 logits [R, V] of hidden states [R, H]."""
+        if self.device.type == "cpu":
+            return tiled_matmul(hidden, self.head)
+        return F.linear(hidden, self.head).float()
+
+    @torch.inference_mode()
+    def score(self, tokens: Tensor, chunk: int = 512) -> Tensor:
+        """Logits f32 [B, T, V] of whole sequences int [B, T], each prefilled in chunks through fresh KV pages."""
+        num_tokens = tokens.shape[1]
+        num_pages = -(-num_tokens // PAGE_SIZE)
+        out = []
+        for sequence in tokens.to(self.device, torch.int64):
+            cache = self.allocate_cache(num_pages, 1)
+            table = torch.arange(num_pages, dtype=torch.int32, device=self.device)[None]
+            for start in range(0, num_tokens, chunk):
+                ids = sequence[start : start + chunk]
+                sizes = torch.tensor([0, len(ids)], dtype=torch.int32, device=self.device)
+                length = torch.tensor([start + len(ids)], dtype=torch.int32, device=self.device)
+                sinks = torch.zeros(1, dtype=torch.int32, device=self.device)
+                out.append(self.logits(self.forward(ids, cache.batch(table, sizes, length, sinks), cache)))
+        return torch.cat(out).view(*tokens.shape, -1)
