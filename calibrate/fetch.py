@@ -101,7 +101,7 @@ def locate(name: str, *, offline: bool = False, revision: str | None = None) -> 
     near = nearest_aliases(name)
     raise NotFoundError(
         f"no model called {name!r}: not an alias, a folder, a .gguf file or a hub id",
-        f"did you mean {' or '.join(near)}?" if near else "w4a4 models lists the aliases; a hub id reads org/name",
+        " or ".join(near) if near else "w4a4 models lists the aliases; a hub id reads org/name",
     )
 
 
