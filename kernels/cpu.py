@@ -57,20 +57,27 @@ def has_exact_int_mm() -> bool:
 
 
 def prepare_weights(
-    layout: LinearLayout, weights: tuple[Tensor, ...], weight_scales: Tensor
+    layout: LinearLayout,
+    weights: tuple[Tensor, ...],
+    weight_scales: Tensor,
+    bias: Tensor | None,
+    device: torch.device,
 ) -> tuple[tuple[Tensor, ...], Tensor | None]:
     """Weights as `linear` wants them, one [N, width] per segment, and their row sums.
 
     Integer segments stay int8 (float32 where `torch._int_mm` is not exact); segments whose activations stay in 16 bit
-    are dequantised to float32. Row sums, f32 [N, integer segments], are made for asymmetric activations only.
+    are dequantised to float32. Row sums, f32 [N, integer segments], are made for asymmetric activations only. The bias
+    is not looked at.
     """
     held, sums = [], []
     column = scale_index = 0
     for segment, weight in zip(layout.segments, weights, strict=True):
         if segment.act_bits == 16:
-            held.append(dequantize_weight(weight, weight_scales, layout, column, scale_index, segment.weight_bits))
+            held.append(
+                dequantize_weight(weight.to(device), weight_scales, layout, column, scale_index, segment.weight_bits)
+            )
         else:
-            codes = weight.contiguous()
+            codes = weight.to(device).contiguous()
             held.append(codes if has_exact_int_mm() else codes.float())
             sums.append(codes.sum(1, dtype=torch.int32).float())
         column += segment.width
@@ -80,26 +87,29 @@ def prepare_weights(
 
 
 def quantize(x: Tensor, layout: LinearLayout, perm: Tensor | None) -> QuantizedActivation:
-    """`reference.quantize_activation` of x [T, K], piece by piece."""
-    return _by_rows(x, x.shape[1], lambda rows: quantize_reference(rows, layout, perm))
+    """`reference.quantize_activation` of x [T, K] in float32, piece by piece."""
+    return _by_rows(x, x.shape[1], lambda rows: quantize_reference(rows.float(), layout, perm))
 
 
 def rmsnorm_quantize(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, layout: LinearLayout, perm: Tensor | None
 ) -> tuple[Tensor, QuantizedActivation]:
-    """x [T, K] + residual, and the `quantize` of its RMSNorm."""
+    """x [T, K] + residual in x's dtype, and the `quantize` of its RMSNorm; float32 between."""
     hidden = x if residual is None else x + residual
-    return hidden, _by_rows(
-        hidden, hidden.shape[1], lambda rows: quantize_reference(rms_norm(rows, weight, eps), layout, perm)
-    )
+    gain = None if weight is None else weight.float()
+
+    def piece(rows: Tensor) -> QuantizedActivation:
+        return quantize_reference(rms_norm(rows.float(), gain, eps), layout, perm)
+
+    return hidden, _by_rows(hidden, hidden.shape[1], piece)
 
 
 def silu_mul_quantize(gate_up: Tensor, layout: LinearLayout, perm: Tensor | None) -> QuantizedActivation:
-    """silu(gate) * up of gate_up [T, 2K] = [gate | up], then `quantize`."""
+    """The `quantize` of silu(gate) * up, gate_up [T, 2K] = [gate | up]; float32 between."""
     width = gate_up.shape[1] // 2
 
     def piece(rows: Tensor) -> QuantizedActivation:
-        gate, up = torch.split(rows, width, dim=1)
+        gate, up = torch.split(rows.float(), width, dim=1)
         return quantize_reference(torch.nn.functional.silu(gate) * up, layout, perm)
 
     return _by_rows(gate_up, width, piece)

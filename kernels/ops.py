@@ -134,7 +134,7 @@ def prepare_linear(
     _check_stored(layout, weights, weight_scales, perm, bias)
     device = torch.device(device)
     scales = weight_scales.to(device).contiguous()
-    held, row_sums = backend.prepare_weights(layout, tuple(weight.to(device) for weight in weights), scales)
+    held, row_sums = backend.prepare_weights(layout, weights, scales, bias, device)
     return RuntimeLinear(
         layout=layout,
         out_sizes=(layout.out_features,),
@@ -284,7 +284,7 @@ def linear_forward(activation: QuantizedActivation, linear: RuntimeLinear) -> Te
             f"scales must be float32 [{tokens}, {segments}], got {activation.scales.dtype} "
             f"{tuple(activation.scales.shape)}"
         )
-    if (activation.zeros is None) != (linear.row_sums is None):
+    if (activation.zeros is not None) != (segments > 0 and not layout.symmetric):
         raise ValueError("zero points come with an asymmetric layout and only with one")
     kept = _unquantized_columns(layout)
     rest = activation.unquantized
@@ -367,7 +367,7 @@ def _flat(activation: QuantizedActivation) -> tuple[Tensor, Tensor, Tensor, Tens
 def _fake_activation(x: Tensor, layout: LinearLayout) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     tokens, backend, segments = x.shape[0], backend_of(x.device), _integer_segments(layout)
     kept = _unquantized_columns(layout)
-    dtype = x.dtype if kept and layout.hadamard == 1 else torch.float32
+    dtype = backend.OUT_DTYPE if kept else torch.float32
     return (
         x.new_empty(tokens, backend.code_columns(layout), dtype=torch.int8),
         x.new_empty(tokens, segments, dtype=torch.float32),
@@ -449,8 +449,8 @@ def _linear(
     geometry: Sequence[int],
 ) -> Tensor:
     activation = QuantizedActivation(codes, scales, zeros, unquantized)
-    layout = _decoded(tuple(geometry))
-    y: Tensor = backend_of(codes.device).linear(activation, tuple(weights), weight_scales, row_sums, bias, layout)
+    backend, layout = backend_of(codes.device), _decoded(tuple(geometry))
+    y: Tensor = backend.linear(activation, tuple(weights), weight_scales, row_sums, bias, layout)
     return y
 
 

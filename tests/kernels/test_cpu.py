@@ -73,14 +73,14 @@ def test_quantisers_equal_the_reference(name: str, dtype: torch.dtype) -> None:
     layout, x = LAYOUTS[name], random_input(dtype=dtype)
     perm = torch.randperm(576, generator=torch.Generator().manual_seed(2)).int()
     weight, residual = random_input(rows=1, dtype=dtype)[0], random_input(dtype=dtype).roll(1, 0)
-    assert_same(cpu.quantize(x, layout, perm), quantize_activation(x, layout, perm))
+    assert_same(cpu.quantize(x, layout, perm), quantize_activation(x.float(), layout, perm))
 
     hidden, quantized = cpu.rmsnorm_quantize(x, residual, weight, 1e-5, layout, perm)
     assert torch.equal(hidden, x + residual)
-    assert_same(quantized, quantize_activation(rms_norm(x + residual, weight, 1e-5), layout, perm))
+    assert_same(quantized, quantize_activation(rms_norm((x + residual).float(), weight.float(), 1e-5), layout, perm))
 
     gate_up = random_input(2 * 576, dtype=dtype)
-    gate, up = gate_up[:, :576], gate_up[:, 576:]
+    gate, up = gate_up[:, :576].float(), gate_up[:, 576:].float()
     expected = quantize_activation(torch.nn.functional.silu(gate) * up, layout, perm)
     assert_same(cpu.silu_mul_quantize(gate_up, layout, perm), expected)
 
@@ -95,7 +95,7 @@ def test_linear_equals_the_reference(name: str, rows: int, exact: bool, monkeypa
     layout = LAYOUTS[name]
     weights, scales, bias = random_linear(layout)
     activation = quantize_activation(random_input(rows=rows), layout)
-    held, row_sums = cpu.prepare_weights(layout, weights, scales)
+    held, row_sums = cpu.prepare_weights(layout, weights, scales, bias, torch.device("cpu"))
     expected = w4ax_gemm(activation, weights, scales, layout, bias)
     y = cpu.linear(activation, held, scales, row_sums, bias, layout)
     assert y.shape == (rows, 48) and y.dtype == torch.float32
@@ -110,7 +110,7 @@ def test_a_row_does_not_depend_on_its_batch(name: str) -> None:
     layout = LAYOUTS[name]
     x, gate_up, weight = random_input(), random_input(2 * 576), random_input(rows=1)[0]
     weights, scales, bias = random_linear(layout)
-    held, row_sums = cpu.prepare_weights(layout, weights, scales)
+    held, row_sums = cpu.prepare_weights(layout, weights, scales, bias, torch.device("cpu"))
     steps: list[tuple[Tensor, Callable[[Tensor], QuantizedActivation]]] = [
         (x, lambda rows: cpu.quantize(rows, layout, None)),
         (x, lambda rows: cpu.rmsnorm_quantize(rows, None, weight, 1e-5, layout, None)[1]),

@@ -1,0 +1,545 @@
+"""The quantising kernels in CuTe DSL for Hopper: one row of bf16 in, int8 codes and one scale per segment out.
+
+One class does RMSNorm (+ residual add), SwiGLU or nothing, then permutes, runs the block Hadamard and quantises. A
+block of K / 32 threads owns a row; the grid is persistent. A bulk copy brings the next rows to shared memory while the
+current one stands in registers as float32: between reading bf16 and writing codes nothing is rounded. All of a row is
+one block's, so a token's codes do not depend on its batch.
+
+Thread t holds 32 channels, as four vectors of eight: its vector j starts at channel 128 (t / 4) + 32 j + 8 (t % 4). So of
+the seven Hadamard stages of a block of 128, distances 1, 2, 4, 32 and 64 stay in the thread and only 8 and 16 are
+shuffles, and every global access covers whole 32-byte sectors.
+
+Importing this module imports the DSL; only `quantize_sm90` does, when it compiles.
+"""
+
+# No postponed annotations here: the DSL reads them.
+
+import operator
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float32, Int32, Int64
+from cutlass.cute.nvgpu import cpasync
+from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
+
+from w4a4.kernels.quantize_sm90_variant import VECTOR, VECTORS, QuantizeVariant
+
+LOG2_E = 1.4426950408889634
+
+
+class QuantizeKernel:
+    """The kernel of one `QuantizeVariant`; everything in the variant is a compile-time constant."""
+
+    def __init__(self, variant: QuantizeVariant) -> None:
+        self.variant = variant
+
+    @cute.jit
+    def __call__(
+        self,
+        x: cute.Tensor,  # bf16 [T, K], or [T, 2 K] = [gate | up]
+        residual: cute.Tensor | None,  # bf16 [T, K]
+        norm_weight: cute.Tensor | None,  # bf16 [K]
+        perm: cute.Tensor | None,  # int32 [K]: stored channel j reads input channel perm[j]
+        hidden: cute.Tensor | None,  # out: bf16 [T, K] = x + residual
+        codes: cute.Tensor,  # out: int32 [T, K / 4], four codes a word
+        scales: cute.Tensor,  # out: f32 [T, segments]
+        first_width: Int32,  # channels of the first segment
+        clip_absmax: Float32,  # c and beta of s4 = min(c absmax, beta rms) / 7
+        clip_rms: Float32,
+        eps: Float32,
+        num_blocks: Int32,
+        stream: Any,
+    ) -> None:
+        v = self.variant
+
+        @cute.struct
+        class Storage:
+            full: cute.struct.MemRange[Int64, v.stages]
+            partials: cute.struct.MemRange[Float32, 2 * 4 * 32]
+            rows: cute.struct.Align[cute.struct.MemRange[BFloat16, v.stages * v.inputs * v.channels], 128]
+
+        self.storage = Storage
+        self.kernel(
+            x, residual, norm_weight, perm, hidden, codes, scales, first_width, clip_absmax, clip_rms, eps
+        ).launch(grid=[num_blocks, 1, 1], block=[v.threads, 1, 1], stream=stream, use_pdl=True)
+
+    @cute.kernel
+    def kernel(
+        self,
+        x: cute.Tensor,
+        residual: cute.Tensor | None,
+        norm_weight: cute.Tensor | None,
+        perm: cute.Tensor | None,
+        hidden: cute.Tensor | None,
+        codes: cute.Tensor,
+        scales: cute.Tensor,
+        first_width: Int32,
+        clip_absmax: Float32,
+        clip_rms: Float32,
+        eps: Float32,
+    ) -> None:
+        v = self.variant
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        grid, _, _ = cute.arch.grid_dim()
+        tokens = cute.size(codes, mode=[0])
+
+        smem = cutlass.utils.SmemAllocator()
+        storage = smem.allocate(self.storage)
+        full = storage.full.data_ptr()
+        rows = storage.rows.get_tensor(cute.make_layout((v.channels, v.inputs, v.stages)))
+        vectors = storage.rows.get_tensor(
+            cute.make_layout(
+                (VECTOR, v.channels // VECTOR, v.inputs, v.stages),
+                stride=(1, VECTOR, v.channels, v.channels * v.inputs),
+            )
+        )
+        partials = storage.partials.get_tensor(cute.make_layout((32, 4, 2)))
+
+        if thread == 0:
+            for stage in cutlass.range_constexpr(v.stages):
+                cute.arch.mbarrier_init(full + stage, 1)
+        cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+        # Programmatic dependent launch: the next kernel may set itself up now, and inputs are complete after the wait.
+        cute.arch.griddepcontrol_launch_dependents()
+        cute.arch.griddepcontrol_wait()
+        if thread == 0:
+            for stage in cutlass.range_constexpr(v.stages):
+                if block + stage * grid < tokens:
+                    self.fetch(x, residual, storage, full, Int32(stage), block + stage * grid)
+
+        # What does not depend on the row: where this thread's channels are, their norm weights and their sources.
+        weights = cute.make_rmem_tensor((VECTOR, VECTORS), BFloat16)
+        for j in cutlass.range_constexpr(VECTORS):
+            channel = self.channel(thread, j)
+            if cutlass.const_expr(v.weighted):
+                if channel < v.channels:
+                    for e in cutlass.range_constexpr(VECTOR):
+                        source = channel + e
+                        if cutlass.const_expr(v.permuted):
+                            source = perm[channel + e]
+                        weights[e, j] = norm_weight[source]
+
+        values = cute.make_rmem_tensor((VECTOR, VECTORS), Float32)
+        num_rows = (tokens - block + grid - 1) // grid
+        stage = Int32(0)
+        phase = Int32(0)
+        slot = Int32(0)
+        for i in cutlass.range(num_rows, unroll=1):
+            row = block + i * grid
+            cute.arch.mbarrier_wait(full + stage, phase)
+            if cutlass.const_expr(v.is_normed):
+                squares = self.read_hidden(values, vectors, hidden, row, stage, thread)
+                sums = self.reduce(squares, Float32(0), Float32(0), partials, Int32(0), thread, False)
+                if cutlass.const_expr(not v.permuted):
+                    self.refill(x, residual, storage, full, stage, row, grid, tokens, thread)
+                inverse_rms = Float32(1.0) / cute.math.sqrt(sums[0] / Float32(v.channels) + eps)
+                if cutlass.const_expr(v.permuted):
+                    self.gather(values, rows, perm, stage, thread)
+                for j in cutlass.range_constexpr(VECTORS):
+                    for e in cutlass.range_constexpr(VECTOR):
+                        values[e, j] = values[e, j] * inverse_rms
+                        if cutlass.const_expr(v.weighted):
+                            values[e, j] = values[e, j] * Float32(weights[e, j])
+            elif cutlass.const_expr(v.permuted):
+                self.gather(values, rows, perm, stage, thread)
+            else:
+                self.read(values, vectors, stage, thread)
+            if cutlass.const_expr(v.hadamard > 1):
+                self.transform(values, thread)
+            first_max, second_max, squares = self.extremes(values, first_width, thread)
+            bounds = self.reduce(squares, first_max, second_max, partials, slot, thread, True)
+            if cutlass.const_expr(not v.is_normed or v.permuted):
+                self.refill(x, residual, storage, full, stage, row, grid, tokens, thread)
+            first_scale = self.scale(v.bits[0], bounds[1], bounds[0], first_width, clip_absmax, clip_rms)
+            second_scale = first_scale
+            if cutlass.const_expr(len(v.bits) == 2):
+                second_scale = self.scale(v.bits[1], bounds[2], bounds[0], first_width, clip_absmax, clip_rms)
+            self.write(values, codes, first_scale, second_scale, first_width, row, thread)
+            if thread == 0:
+                scales[row, 0] = first_scale
+                if cutlass.const_expr(len(v.bits) == 2):
+                    scales[row, 1] = second_scale
+            slot = 1 - slot
+            stage = stage + 1
+            if stage == v.stages:
+                stage = Int32(0)
+                phase = 1 - phase
+
+    # Where things are
+
+    @cute.jit
+    def channel(self, thread: Int32, j: cutlass.Constexpr) -> Int32:
+        """First stored channel of a thread's vector j."""
+        return thread // 4 * 128 + 32 * j + thread % 4 * VECTOR
+
+    @cute.jit
+    def fetch(
+        self,
+        x: cute.Tensor,
+        residual: cute.Tensor | None,
+        storage: Any,
+        full: cute.Pointer,
+        stage: Int32,
+        row: Int32,
+    ) -> None:
+        """Start copying a row to shared memory; called by one thread."""
+        v = self.variant
+        cute.arch.mbarrier_arrive_and_expect_tx(full + stage, v.stage_bytes)
+        copies = 2 if v.source == "rmsnorm_residual" else 1
+        size = v.inputs * v.channels // copies
+        atom = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), BFloat16, num_bits_per_copy=size * 16)
+        target = storage.rows.get_tensor(cute.make_layout((size, copies * v.stages)))
+        for c in cutlass.range_constexpr(copies):
+            source = x if c == 0 else residual
+            grid = cute.make_tensor(source.iterator, cute.make_layout((size, cute.size(x, mode=[0])), stride=(1, size)))
+            cute.copy(atom, grid[None, row], target[None, stage * copies + c], mbar_ptr=full + stage)
+
+    @cute.jit
+    def refill(
+        self,
+        x: cute.Tensor,
+        residual: cute.Tensor | None,
+        storage: Any,
+        full: cute.Pointer,
+        stage: Int32,
+        row: Int32,
+        grid: Int32,
+        tokens: Int32,
+        thread: Int32,
+    ) -> None:
+        """Reuse a stage that every thread has read (the reduction before this call was a barrier)."""
+        upcoming = row + self.variant.stages * grid
+        if thread == 0 and upcoming < tokens:
+            self.fetch(x, residual, storage, full, stage, upcoming)
+
+    # From shared memory to 32 float32 values a thread
+
+    @cute.jit
+    def read_hidden(
+        self,
+        values: cute.Tensor,
+        vectors: cute.Tensor,
+        hidden: cute.Tensor | None,
+        row: Int32,
+        stage: Int32,
+        thread: Int32,
+    ) -> Float32:
+        """x (+ residual, rounded to bf16 and written out), and this thread's sum of squares.
+
+        Where channels are to be permuted, the sum replaces x in shared memory.
+        """
+        v = self.variant
+        squares = Float32(0)
+        for j in cutlass.range_constexpr(VECTORS):
+            channel = self.channel(thread, j)
+            total = cute.make_rmem_tensor((VECTOR,), BFloat16)
+            total.fill(BFloat16(0))
+            if channel < v.channels:
+                vector = channel // VECTOR
+                cute.autovec_copy(vectors[None, vector, 0, stage], total)
+                if cutlass.const_expr(v.source == "rmsnorm_residual"):
+                    other = cute.make_rmem_tensor((VECTOR,), BFloat16)
+                    cute.autovec_copy(vectors[None, vector, 1, stage], other)
+                    for e in cutlass.range_constexpr(VECTOR):
+                        total[e] = (Float32(total[e]) + Float32(other[e])).to(BFloat16)
+                    out = cute.make_tensor(
+                        hidden.iterator,
+                        cute.make_layout(
+                            (VECTOR, v.channels // VECTOR, cute.size(hidden, mode=[0])), stride=(1, VECTOR, v.channels)
+                        ),
+                    )
+                    cute.autovec_copy(total, out[None, vector, row])
+                    if cutlass.const_expr(v.permuted):
+                        cute.autovec_copy(total, vectors[None, vector, 0, stage])
+                        cute.arch.fence_view_async_shared()  # before the next row's bulk copy overwrites it
+            for e in cutlass.range_constexpr(VECTOR):
+                value = Float32(total[e])
+                values[e, j] = value
+                squares = squares + value * value
+        return squares
+
+    @cute.jit
+    def read(self, values: cute.Tensor, vectors: cute.Tensor, stage: Int32, thread: Int32) -> None:
+        """x, or silu(gate) * up."""
+        v = self.variant
+        for j in cutlass.range_constexpr(VECTORS):
+            channel = self.channel(thread, j)
+            first = cute.make_rmem_tensor((VECTOR,), BFloat16)
+            second = cute.make_rmem_tensor((VECTOR,), BFloat16)
+            first.fill(BFloat16(0))
+            second.fill(BFloat16(0))
+            if channel < v.channels:
+                cute.autovec_copy(vectors[None, channel // VECTOR, 0, stage], first)
+                if cutlass.const_expr(v.source == "silu"):
+                    cute.autovec_copy(vectors[None, channel // VECTOR, 1, stage], second)
+            for e in cutlass.range_constexpr(VECTOR):
+                values[e, j] = self.combine(first[e], second[e])
+
+    @cute.jit
+    def gather(self, values: cute.Tensor, rows: cute.Tensor, perm: cute.Tensor, stage: Int32, thread: Int32) -> None:
+        """`read` in stored order."""
+        v = self.variant
+        for j in cutlass.range_constexpr(VECTORS):
+            channel = self.channel(thread, j)
+            for e in cutlass.range_constexpr(VECTOR):
+                values[e, j] = Float32(0)
+            if channel < v.channels:
+                sources = cute.make_rmem_tensor((VECTOR,), Int32)
+                table = cute.make_tensor(perm.iterator, cute.make_layout((VECTOR, v.channels // VECTOR)))
+                cute.autovec_copy(table[None, channel // VECTOR], sources)
+                for e in cutlass.range_constexpr(VECTOR):
+                    first = rows[sources[e], 0, stage]
+                    second = first
+                    if cutlass.const_expr(v.source == "silu"):
+                        second = rows[sources[e], 1, stage]
+                    values[e, j] = self.combine(first, second)
+
+    @cute.jit
+    def combine(self, first: BFloat16, second: BFloat16) -> Float32:
+        value = Float32(first)
+        if cutlass.const_expr(self.variant.source == "silu"):
+            value = value * cute.arch.rcp_approx(Float32(1.0) + cute.arch.exp2(value * Float32(-LOG2_E)))
+            value = value * Float32(second)
+        return value
+
+    @cute.jit
+    def transform(self, values: cute.Tensor, thread: Int32) -> None:
+        """The butterfly of `reference.block_hadamard`, stage by stage in the same order."""
+        v = self.variant
+        distance = 1
+        while cutlass.const_expr(distance < v.hadamard):
+            if cutlass.const_expr(distance < VECTOR):
+                for j in cutlass.range_constexpr(VECTORS):
+                    for e in cutlass.range_constexpr(VECTOR):
+                        if cutlass.const_expr(e & distance == 0):
+                            low, high = values[e, j], values[e | distance, j]
+                            values[e, j], values[e | distance, j] = low + high, low - high
+            elif cutlass.const_expr(distance < 4 * VECTOR):
+                lane = distance // VECTOR
+                sign = Float32(1.0)
+                if thread & lane != 0:
+                    sign = Float32(-1.0)
+                for j in cutlass.range_constexpr(VECTORS):
+                    for e in cutlass.range_constexpr(VECTOR):
+                        other = cute.arch.shuffle_sync_bfly(values[e, j], offset=lane)
+                        values[e, j] = values[e, j] * sign + other
+            else:
+                step = distance // (4 * VECTOR)
+                for j in cutlass.range_constexpr(VECTORS):
+                    if cutlass.const_expr(j & step == 0):
+                        for e in cutlass.range_constexpr(VECTOR):
+                            low, high = values[e, j], values[e, j | step]
+                            values[e, j], values[e, j | step] = low + high, low - high
+            distance = distance * 2
+        for j in cutlass.range_constexpr(VECTORS):
+            for e in cutlass.range_constexpr(VECTOR):
+                values[e, j] = values[e, j] * Float32(v.hadamard**-0.5)
+
+    # Scales
+
+    @cute.jit
+    def extremes(self, values: cute.Tensor, first_width: Int32, thread: Int32):  # type: ignore[no-untyped-def]
+        """This thread's absmax of each segment, and the sum of squares of the first."""
+        v = self.variant
+        first_max = Float32(0)
+        second_max = Float32(0)
+        squares = Float32(0)
+        for j in cutlass.range_constexpr(VECTORS):
+            largest = Float32(0)
+            energy = Float32(0)
+            for e in cutlass.range_constexpr(VECTOR):
+                value = values[e, j]
+                largest = cute.arch.fmax(largest, absolute(value))
+                if cutlass.const_expr(v.rms_clip):
+                    energy = energy + value * value
+            if cutlass.const_expr(len(v.bits) == 1):
+                first_max = cute.arch.fmax(first_max, largest)
+                squares = squares + energy
+            else:
+                if self.channel(thread, j) < first_width:
+                    first_max = cute.arch.fmax(first_max, largest)
+                    squares = squares + energy
+                else:
+                    second_max = cute.arch.fmax(second_max, largest)
+        return first_max, second_max, squares
+
+    @cute.jit
+    def reduce(
+        self,
+        total: Float32,
+        first_max: Float32,
+        second_max: Float32,
+        partials: cute.Tensor,  # f32 [32, 4, 2]
+        slot: Int32,
+        thread: Int32,
+        with_max: cutlass.Constexpr,
+    ):  # type: ignore[no-untyped-def]
+        """Over the block: the sum alone, or the maxima of values >= 0 and, if they clip, the sum. One barrier.
+
+        Nobody overwrites what another still reads: rows alternate between two slots, and an RMSNorm's sum has its own.
+        """
+        v = self.variant
+        num_warps = v.threads // 32
+        has_second = len(v.bits) == 2
+        if cutlass.const_expr(v.rms_clip or not with_max):
+            total = cute.arch.warp_reduction(total, operator.add)
+        if cutlass.const_expr(with_max):
+            first_max = warp_max(first_max)
+            if cutlass.const_expr(has_second):
+                second_max = warp_max(second_max)
+        if cutlass.const_expr(num_warps == 1):
+            cute.arch.sync_warp()
+        else:
+            warp, lane = thread // 32, thread % 32
+            if cutlass.const_expr(with_max):
+                if lane == 0:
+                    if cutlass.const_expr(v.rms_clip):
+                        partials[warp, 1, slot] = total
+                    partials[warp, 2, slot] = first_max
+                    if cutlass.const_expr(has_second):
+                        partials[warp, 3, slot] = second_max
+                cute.arch.sync_threads()
+                total = Float32(0)
+                first_max = Float32(0)
+                second_max = Float32(0)
+                if lane < num_warps:
+                    if cutlass.const_expr(v.rms_clip):
+                        total = partials[lane, 1, slot]
+                    first_max = partials[lane, 2, slot]
+                    if cutlass.const_expr(has_second):
+                        second_max = partials[lane, 3, slot]
+                if cutlass.const_expr(v.rms_clip):
+                    total = cute.arch.warp_reduction(total, operator.add)
+                first_max = warp_max(first_max)
+                if cutlass.const_expr(has_second):
+                    second_max = warp_max(second_max)
+            else:
+                if lane == 0:
+                    partials[warp, 0, 0] = total
+                cute.arch.sync_threads()
+                total = Float32(0)
+                if lane < num_warps:
+                    total = partials[lane, 0, 0]
+                total = cute.arch.warp_reduction(total, operator.add)
+        return total, first_max, second_max
+
+    @cute.jit
+    def scale(
+        self,
+        bits: cutlass.Constexpr,
+        absmax: Float32,
+        squares: Float32,
+        width: Int32,
+        clip_absmax: Float32,
+        clip_rms: Float32,
+    ) -> Float32:
+        """`reference.quantize_symmetric`'s scale."""
+        scale = absmax / Float32(127.0)
+        if cutlass.const_expr(bits == 4):
+            bound = clip_absmax * absmax
+            if cutlass.const_expr(self.variant.rms_clip):
+                bound = cute.arch.fmin(bound, clip_rms * cute.math.sqrt(squares / Float32(width)))
+            scale = bound / Float32(7.0)
+        return scale
+
+    @cute.jit
+    def write(
+        self,
+        values: cute.Tensor,
+        codes: cute.Tensor,
+        first_scale: Float32,
+        second_scale: Float32,
+        first_width: Int32,
+        row: Int32,
+        thread: Int32,
+    ) -> None:
+        """Round, clamp, pack four codes to a word, two words to a store."""
+        v = self.variant
+        out = cute.make_tensor(
+            codes.iterator,
+            cute.make_layout((2, v.channels // VECTOR, cute.size(codes, mode=[0])), stride=(1, 2, v.channels // 4)),
+        )
+        first_inverse = inverse(first_scale)
+        second_inverse = inverse(second_scale)
+        for j in cutlass.range_constexpr(VECTORS):
+            channel = self.channel(thread, j)
+            factor = first_inverse
+            low = Float32(-8.0 if v.bits[0] == 4 else -127.0)
+            high = Float32(7.0 if v.bits[0] == 4 else 127.0)
+            if cutlass.const_expr(len(v.bits) == 2):
+                if channel >= first_width:
+                    factor = second_inverse
+                    low = Float32(-8.0 if v.bits[1] == 4 else -127.0)
+                    high = Float32(7.0 if v.bits[1] == 4 else 127.0)
+            words = cute.make_rmem_tensor((2,), Int32)
+            for half in cutlass.range_constexpr(2):
+                scaled = [values[4 * half + e, j] * factor for e in range(4)]
+                words[half] = packed(scaled, low, high)
+            if channel < v.channels:
+                cute.autovec_copy(words, out[None, channel // VECTOR, row])
+
+
+@cute.jit
+def absolute(value: Float32) -> Float32:
+    return cute.arch.inline_ptx("abs.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[value])
+
+
+@cute.jit
+def warp_max(value: Float32) -> Float32:
+    """Largest of 32 values >= 0: as integers their bits have the same order."""
+    bits = cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[value])
+    largest = cute.arch.warp_redux_sync(bits, "max")
+    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[largest])
+
+
+@cute.jit
+def inverse(scale: Float32) -> Float32:
+    """1 / scale, or 0 where the scale is 0."""
+    result = Float32(0)
+    if scale > Float32(0):
+        result = Float32(1.0) / scale
+    return result
+
+
+def packed(scaled: list[Float32], low: Float32, high: Float32) -> Int32:
+    """Four values rounded half to even, clamped, as the bytes of a word, the first lowest."""
+    rounding = "".join(
+        f"max.f32 f, {{$r{e}}}, {{$r4}}; min.f32 f, f, {{$r5}}; cvt.rni.s32.f32 i{e}, f; " for e in range(4)
+    )
+    return cute.arch.inline_ptx(
+        "{ .reg .f32 f; .reg .s32 i0, i1, i2, i3; .reg .b32 w; "
+        + rounding
+        + "cvt.pack.sat.s8.s32.b32 w, i3, i2, 0; cvt.pack.sat.s8.s32.b32 {$w0}, i1, i0, w; }",
+        write_only_types=[Int32],
+        read_only_args=[*scaled, low, high],
+    )
+
+
+def build(variant: QuantizeVariant) -> Any:
+    """Compile for sm_90a; needs no GPU (`CUTE_DSL_ARCH=sm_90a`)."""
+    v = variant
+    tokens = cute.sym_int()
+
+    def bf16(width: int) -> Any:
+        return make_fake_compact_tensor(BFloat16, (tokens, width), stride_order=(1, 0), assumed_align=16)
+
+    return cute.compile(
+        QuantizeKernel(v),
+        bf16(2 * v.channels if v.source == "silu" else v.channels),
+        bf16(v.channels) if v.source == "rmsnorm_residual" else None,
+        make_fake_compact_tensor(BFloat16, (v.channels,), assumed_align=2) if v.weighted else None,
+        make_fake_compact_tensor(Int32, (v.channels,), assumed_align=16) if v.permuted else None,
+        bf16(v.channels) if v.source == "rmsnorm_residual" else None,
+        make_fake_compact_tensor(Int32, (tokens, v.channels // 4), stride_order=(1, 0), assumed_align=8),
+        make_fake_compact_tensor(Float32, (tokens, len(v.bits)), stride_order=(1, 0), assumed_align=4),
+        Int32(0),
+        Float32(0),
+        Float32(0),
+        Float32(0),
+        Int32(0),
+        make_fake_stream(use_tvm_ffi_env_stream=True),
+        options="--enable-tvm-ffi",
+    )

@@ -1,0 +1,116 @@
+"""What is fixed when a quantise kernel for Hopper is compiled, and which one a layout wants."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from w4a4.kernels.layout import LinearLayout
+
+VECTOR = 8  # channels of one 16-byte access
+VECTORS = 4  # of one thread
+MAX_CHANNELS = 32 * 1024  # of one row: 1,024 threads of 32
+_SHARED_BYTES = 227 * 1024  # of one multiprocessor, for all its blocks; each also takes 1 KiB and its 2 KiB of scratch
+Source = Literal["plain", "rmsnorm", "rmsnorm_residual", "silu"]
+
+
+@dataclass(frozen=True)
+class QuantizeVariant:
+    """What is fixed when the kernel is compiled.
+
+    source:    what makes the channels: x; RMSNorm(x); RMSNorm(x + residual); silu(gate) * up
+    channels:  K, a multiple of 8
+    bits:      of the activations of each segment: (4,), (8,), (4, 8), (8, 8)
+    hadamard:  block size of the online Hadamard, 1 to 128
+    permuted:  channels are put in stored order by a permutation
+    weighted:  RMSNorm has a gain
+    rms_clip:  4-bit scales are also bounded by beta * rms
+    stages:    rows on their way to shared memory, per block
+    """
+
+    source: Source
+    channels: int
+    bits: tuple[int, ...]
+    hadamard: int = 1
+    permuted: bool = False
+    weighted: bool = False
+    rms_clip: bool = False
+    stages: int = 1
+
+    @property
+    def name(self) -> str:
+        flags = "".join(
+            f"-{flag}"
+            for flag, is_set in (("perm", self.permuted), ("gain", self.weighted), ("rms", self.rms_clip))
+            if is_set
+        )
+        bits = "a".join(map(str, self.bits))
+        return f"quantize-{self.source}-{self.channels}-a{bits}-h{self.hadamard}{flags}-s{self.stages}"
+
+    @property
+    def is_normed(self) -> bool:
+        return self.source in ("rmsnorm", "rmsnorm_residual")
+
+    @property
+    def inputs(self) -> int:
+        """Rows of K that are read for one row of codes."""
+        return 2 if self.source in ("silu", "rmsnorm_residual") else 1
+
+    @property
+    def threads(self) -> int:
+        return -(-self.channels // (32 * VECTOR * VECTORS)) * 32
+
+    @property
+    def stage_bytes(self) -> int:
+        return self.inputs * self.channels * 2
+
+    @property
+    def blocks_per_multiprocessor(self) -> int:
+        """Blocks that are resident together: bounded by registers, shared memory and threads."""
+        by_registers = 65536 // (self.threads * self.registers)
+        by_memory = _SHARED_BYTES // (self.stages * self.stage_bytes + 3072)
+        return max(1, min(by_registers, by_memory, 2048 // self.threads, 32))
+
+    @property
+    def registers(self) -> int:
+        """An upper bound of what ptxas gives a thread."""
+        if self.permuted:
+            return 128
+        if self.is_normed:
+            return 104 if self.weighted else 80
+        return 72
+
+
+def unsupported(layout: LinearLayout) -> str | None:
+    """What of a layout these kernels do not quantise, or None."""
+    bits = tuple(segment.act_bits for segment in layout.segments)
+    if 16 in bits:
+        return "16-bit activations"
+    if bits not in ((4,), (8,), (4, 8), (8, 8)):
+        return f"segments of {bits} bits"
+    if not layout.symmetric and 4 in bits:
+        return "asymmetric activations"
+    if layout.in_features % VECTOR or layout.in_features > MAX_CHANNELS:
+        return f"{layout.in_features} channels"
+    if any(segment.width % VECTOR for segment in layout.segments):
+        return "segments that are no multiple of 8 channels"
+    if layout.hadamard > 128 or layout.in_features % layout.hadamard:
+        return f"a block Hadamard of {layout.hadamard}"
+    return None
+
+
+def variant_of(source: Source, layout: LinearLayout, permuted: bool, weighted: bool) -> QuantizeVariant:
+    """The kernel that quantises for `layout`."""
+    bits = tuple(segment.act_bits for segment in layout.segments)
+    rms_clip = 4 in bits and layout.clip[1] != float("inf")
+
+    def staged(stages: int) -> QuantizeVariant:
+        return QuantizeVariant(source, layout.in_features, bits, layout.hadamard, permuted, weighted, rms_clip, stages)
+
+    one, two = staged(1), staged(2)
+    # A second row in flight per block, where it does not cost a resident block.
+    return two if two.blocks_per_multiprocessor == one.blocks_per_multiprocessor and _fits(two) else one
+
+
+def _fits(variant: QuantizeVariant) -> bool:
+    return variant.stages * variant.stage_bytes + 3072 <= _SHARED_BYTES
