@@ -6,7 +6,9 @@ nothing of requests, scheduling or text.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +16,6 @@ from torch import Tensor
 
 from w4a4.configs.architecture import ModelConfig
 from w4a4.configs.errors import UnsupportedError
-from w4a4.export.checkpoint import PackedCheckpoint
 from w4a4.kernels import ops
 from w4a4.kernels.cpu import tiled_matmul
 from w4a4.kernels.kv4 import KVBatch, KVPageLayout, allocate_pages, kv_attention, kv_write, prepare_qk
@@ -23,6 +24,17 @@ from w4a4.kernels.reference import rms_norm
 from w4a4.kernels.rope import rope_frequencies, rope_tables
 
 PAGE_SIZE = 16
+
+
+class PackedModel(Protocol):
+    """Where a model's tensors come from: a checkpoint, or random numbers. `tensor` returns what is not packed."""
+
+    @property
+    def config(self) -> ModelConfig: ...
+    @property
+    def quantization(self) -> Mapping[str, Any]: ...
+    def linear(self, prefix: str) -> ops.StoredLinear: ...
+    def tensor(self, name: str) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -73,7 +85,7 @@ class CausalLM:
 
     def __init__(
         self,
-        checkpoint: PackedCheckpoint,
+        checkpoint: PackedModel,
         device: torch.device | str = "cpu",
         act: ActMode = "map",
         kv_bits: int | None = None,
@@ -106,7 +118,7 @@ class CausalLM:
     def _gain(self, weight: Tensor) -> Tensor | None:
         return None if bool((weight == 1).all()) else self._float(weight)
 
-    def _layer(self, checkpoint: PackedCheckpoint, index: int) -> DecoderLayer:
+    def _layer(self, checkpoint: PackedModel, index: int) -> DecoderLayer:
         prefix = f"model.layers.{index}."
 
         def fused(*names: str) -> ops.RuntimeLinear:
@@ -130,15 +142,19 @@ class CausalLM:
             window=self.config.sliding_windows[index],
         )
 
-    def paths(self) -> dict[str, str]:
-        """What multiplies each linear: "model.layers.0.self_attn.qkv_proj" -> "reference-cpu"."""
+    def linears(self) -> dict[str, ops.RuntimeLinear]:
+        """Every launch of the GEMM in order of use: "model.layers.0.self_attn.qkv_proj", ..."""
         names = (("self_attn.qkv_proj", "qkv"), ("self_attn.o_proj", "o"), ("mlp.gate_up_proj", "gate_up"),
                  ("mlp.down_proj", "down"))  # fmt: skip
         return {
-            f"model.layers.{index}.{name}": ops.path_of(getattr(layer, field))
+            f"model.layers.{index}.{name}": getattr(layer, field)
             for index, layer in enumerate(self.layers)
             for name, field in names
         }
+
+    def paths(self) -> dict[str, str]:
+        """What multiplies each linear: "model.layers.0.self_attn.qkv_proj" -> "reference-cpu"."""
+        return {name: ops.path_of(linear) for name, linear in self.linears().items()}
 
     def kv_layout(self) -> KVPageLayout:
         config = self.config
@@ -161,7 +177,7 @@ class CausalLM:
             residual, activation = ops.rmsnorm_quantize(
                 residual, update, layer.input_norm, config.rms_norm_eps, layer.qkv
             )
-            q, k, v = ops.linear_forward(activation, layer.qkv).split(layer.qkv.out_sizes, dim=1)
+            q, k, v = torch.split(ops.linear_forward(activation, layer.qkv), list(layer.qkv.out_sizes), dim=1)
             q, k, v = (heads.reshape(heads.shape[0], -1, config.head_dim) for heads in (q, k, v))
             if layer.q_norm is not None and layer.k_norm is not None:
                 q, k = rms_norm(q, layer.q_norm, config.rms_norm_eps), rms_norm(k, layer.k_norm, config.rms_norm_eps)

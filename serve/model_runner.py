@@ -1,0 +1,153 @@
+"""The engine's runner over the packed model: it owns the weights, the KV pages and, on a GPU, the decode graphs.
+
+A step on a GPU copies its indices once, packed in one buffer, and never waits for the device: where every sequence has
+one new token a captured graph is replayed, everything else runs launch by launch. On a CPU the same model code runs and
+the step is done when it returns.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from w4a4.configs.errors import ResourceError
+from w4a4.export.checkpoint import open_checkpoint
+from w4a4.kernels import ops
+from w4a4.kernels.layout import ActMode, LinearLayout
+from w4a4.serve.model import CausalLM
+from w4a4.serve.pages import plan_pool
+from w4a4.serve.runner import Batch, LayerPlan, RunnerInfo
+from w4a4.serve.settings import ServeSettings
+
+
+def load_runner(settings: ServeSettings) -> ModelRunner:
+    """Open the checkpoint that `settings` names, move it to its device and size the KV pages.
+
+    Raises CheckpointError, UnsupportedError (device), ResourceError (one request of the full length does not fit).
+    """
+    device = choose_device(settings.device)
+    checkpoint = open_checkpoint(settings.checkpoint)
+    model = CausalLM(checkpoint, device, choose_act(settings.act, device), settings.kv_bits)
+    return ModelRunner(
+        model,
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=max(settings.max_num_batched_tokens, settings.max_num_seqs),
+        max_model_len=settings.max_model_len,
+        gpu_memory_utilization=settings.gpu_memory_utilization,
+        kv_cache_bytes=settings.kv_cache_bytes,
+        is_eager=settings.is_eager,
+    )
+
+
+def choose_device(name: str) -> torch.device:
+    """The device called `name`; "auto" is the first GPU that has kernels, else the CPU."""
+    if name != "auto":
+        return torch.device(name)
+    if torch.cuda.is_available():
+        try:
+            ops.backend_of("cuda")
+        except ops.UnsupportedDeviceError:
+            return torch.device("cpu")
+        return torch.device("cuda")
+    return torch.device("cpu")
+
+
+def choose_act(name: str, device: torch.device) -> ActMode:
+    """The activation mode called `name`; "auto" is the precision map, or 8 bits on Hopper, where they are free."""
+    if name == "auto":
+        return "map" if device.type == "cpu" else "a8"
+    modes: dict[str, ActMode] = {"map": "map", "a8": "a8", "a16": "a16"}
+    return modes[name]
+
+
+class ModelRunner:
+    """A packed model with its pages: `serve.runner.Runner`.
+
+    Args:
+        max_model_len: tokens of one sequence; None takes the model's own length, as far as the pages reach.
+        gpu_memory_utilization: share of the GPU's memory for everything, weights included.
+        kv_cache_bytes: size of the pages on a CPU.
+        is_eager: no CUDA graphs.
+    Raises:
+        ResourceError: one request of `max_model_len` tokens does not fit.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        *,
+        max_num_seqs: int = 64,
+        max_num_batched_tokens: int = 2048,
+        max_model_len: int | None = None,
+        gpu_memory_utilization: float = 0.9,
+        kv_cache_bytes: int = 1 << 30,
+        is_eager: bool = False,
+    ) -> None:
+        self.model = model
+        layout = model.kv_layout()
+        page_bytes = layout.page_bytes * model.config.num_layers
+        sink_bytes = page_bytes if layout.num_sinks else 0
+        available = kv_cache_bytes
+        if max_model_len is None:
+            longest = (available - max_num_seqs * sink_bytes) // page_bytes * layout.page_size
+            max_model_len = max(1, min(model.config.max_position_embeddings, longest))
+        size = plan_pool(available, page_bytes, sink_bytes, layout.page_size, max_model_len, max_num_seqs)
+        try:
+            self.cache = model.allocate_cache(size.num_pages, size.num_sink_slots)
+        except (RuntimeError, MemoryError) as error:
+            raise ResourceError(
+                f"{available / 2**20:.0f} MiB of KV pages cannot be allocated on {model.device}",
+                hint="lower --kv-cache-memory, or --gpu-memory-utilization on a GPU",
+            ) from error
+        self._info = RunnerInfo(
+            num_pages=size.num_pages,
+            page_size=layout.page_size,
+            num_sink_slots=size.num_sink_slots,
+            vocab_size=model.config.vocab_size,
+            max_model_len=max_model_len,
+            device=str(model.device),
+            path=", ".join(sorted(set(model.paths().values()))) + f"; KV {model.kv_bits} bit",
+            is_asynchronous=model.device.type == "cuda",
+        )
+
+    @property
+    def info(self) -> RunnerInfo:
+        return self._info
+
+    @torch.inference_mode()
+    def step(self, batch: Batch) -> Tensor:
+        """See `serve.runner.Runner.step`."""
+        sinks = batch.sink_slots if self.info.num_sink_slots else None
+        indices = self.cache.batch(batch.block_tables, batch.query_start, batch.context_lens, sinks)
+        hidden = self.model.forward(batch.input_ids, indices, self.cache)
+        return self.model.logits(hidden[batch.logit_rows])
+
+    def explain(self) -> list[LayerPlan]:
+        return [
+            LayerPlan(
+                name=name,
+                shape=f"{linear.layout.out_features} x {linear.layout.in_features}",
+                weight_bits=_bits(linear.layout, "weight_bits"),
+                act_bits=_bits(linear.layout, "act_bits"),
+                kernel=ops.path_of(linear),
+            )
+            for name, linear in self.model.linears().items()
+        ]
+
+    def close(self) -> None:
+        """Free the device memory. The runner is not used afterwards."""
+        device = self.model.device
+        del self.cache, self.model
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _bits(layout: LinearLayout, field: str) -> str:
+    """Bits and the columns they hold for: "4" or "4 (504), 8 (72)"."""
+    columns: dict[int, int] = {}
+    for segment in layout.segments:
+        bits = getattr(segment, field)
+        columns[bits] = columns.get(bits, 0) + segment.width
+    if len(columns) == 1:
+        return str(next(iter(columns)))
+    return ", ".join(f"{bits} ({width})" for bits, width in columns.items())
