@@ -13,6 +13,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from fake_runner import FakeRunner  # noqa: E402
+from live_server import LiveServer  # noqa: E402
 
 from w4a4.serve.engine import Engine, EngineConfig  # noqa: E402
 from w4a4.serve.request import Output, Request, SamplingParams  # noqa: E402
@@ -107,3 +108,26 @@ def start_engine() -> Iterator[StartEngine]:
         harness.runner.gate.set()
         harness.engine.shutdown()
         assert harness.runner.is_closed
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[LiveServer]:
+    """One server for all tests that leave it as they found it."""
+    live = LiveServer()
+    yield live
+    live.wait_until_idle()
+    assert live.stop() == 0
+
+
+@pytest.fixture
+def start_server() -> Iterator[Callable[..., LiveServer]]:
+    """Servers with settings of their own."""
+    started: list[LiveServer] = []
+
+    def start(runner: FakeRunner | None = None, **settings: object) -> LiveServer:
+        started.append(LiveServer(runner, **settings))
+        return started[-1]
+
+    yield start
+    for live in started:
+        live.stop()

@@ -1,0 +1,152 @@
+"""Text to token ids and back, and a chat to a prompt: the checkpoint's own tokenizer behind what the server needs.
+
+Strings that cannot be encoded as UTF-8 (lone surrogates) are refused here: Rust would panic on them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from w4a4.configs.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+SPACE = "\u2581"  # sentencepiece's mark of a space
+
+
+class ChatTemplateError(ValueError):
+    """The checkpoint has no chat template, or it refuses the messages."""
+
+
+@lru_cache(maxsize=1)
+def _byte_of_letter() -> dict[str, int]:
+    """GPT-2's table: which byte each letter of a byte-level token stands for."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
+
+
+class Tokenizer:
+    """A checkpoint's tokenizer. Safe to call from several threads: nothing here changes its state.
+
+    `eos_ids` are all tokens that end an answer: the tokenizer's own and those given.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        chat_template: str | None = None,
+        eos_ids: frozenset[int] = frozenset(),
+    ) -> None:
+        if not tokenizer.is_fast:
+            raise CheckpointError(
+                f"the checkpoint's tokenizer is a {type(tokenizer).__name__} without tokenizer.json",
+                hint="save it as a fast tokenizer",
+            )
+        self.hf = tokenizer
+        self._backend = tokenizer.backend_tokenizer
+        self._chat_template = chat_template
+        self.eos_ids = eos_ids | ({int(tokenizer.eos_token_id)} if tokenizer.eos_token_id is not None else set())
+        self._special_ids = frozenset(tokenizer.all_special_ids)
+        self._token_bytes = lru_cache(maxsize=8192)(self._make_token_bytes)
+        vocabulary = tokenizer.get_vocab()
+        self._is_byte_level = "Ġ" in vocabulary or any("Ġ" in token for token in list(vocabulary)[:20000])
+
+    @property
+    def bos_id(self) -> int | None:
+        token_id: int | None = self.hf.bos_token_id
+        return token_id
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text. Raises ValueError for text with lone surrogates."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"the text holds a lone surrogate at character {error.start}, which is no text") from None
+        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
+        text: str = self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        return text
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that one token stands for; empty for ids beyond the vocabulary (padded embeddings)."""
+        return self._token_bytes(token_id)
+
+    def token_text(self, token_id: int) -> str:
+        """One token as text. Bytes that are no UTF-8 by themselves read `bytes:\\xe6\\x97`, as at OpenAI, so that
+        different tokens stay different."""
+        data = self.token_bytes(token_id)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+        """The prompt for a chat. Raises ChatTemplateError; special tokens are in the text already."""
+        if self._chat_template is None and not self.hf.chat_template:
+            raise ChatTemplateError(
+                "this checkpoint has no chat template: use /v1/completions, or start with --chat-template"
+            )
+        try:
+            text = self.hf.apply_chat_template(
+                [dict(message) for message in messages], chat_template=self._chat_template, tokenize=False, **options
+            )
+        except Exception as error:  # a template is a program: it may raise anything
+            raise ChatTemplateError(f"the chat template refuses these messages: {error}") from None
+        return str(text)
+
+    def _make_token_bytes(self, token_id: int) -> bytes:
+        token: str | None = self._backend.id_to_token(token_id)
+        if token is None:
+            return b""
+        if token_id in self._special_ids or token in self.hf.get_added_vocab():
+            return token.encode()
+        if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+            return bytes([int(token[3:5], 16)])
+        if self._is_byte_level:
+            table = _byte_of_letter()
+            return b"".join(bytes([table[letter]]) if letter in table else letter.encode() for letter in token)
+        return token.replace(SPACE, " ").encode()
+
+
+def load_tokenizer(folder: Path, *, chat_template: Path | None = None) -> Tokenizer:
+    """The tokenizer of a checkpoint folder, from its files alone. Raises CheckpointError."""
+    from transformers import AutoTokenizer
+
+    template = None
+    if chat_template is not None:
+        try:
+            template = chat_template.read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise CheckpointError(f"{chat_template}: {error}", hint="--chat-template names a Jinja file") from None
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # transformers raises what its parsers raise
+        raise CheckpointError(f"{folder}: the tokenizer cannot be loaded: {error}", hint="w4a4 verify") from None
+    return Tokenizer(tokenizer, chat_template=template, eos_ids=_configured_eos_ids(folder))
+
+
+def _configured_eos_ids(folder: Path) -> frozenset[int]:
+    """`eos_token_id`, one id or several, of generation_config.json, else of config.json."""
+    for name in ("generation_config.json", "config.json"):
+        path = folder / name
+        if not path.is_file():
+            continue
+        try:
+            value = json.loads(path.read_text()).get("eos_token_id")
+        except (OSError, ValueError, AttributeError) as error:
+            raise CheckpointError(f"{path}: {error}", hint="w4a4 verify") from None
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(type(token_id) is int and token_id >= 0 for token_id in ids):
+            raise CheckpointError(f"{path}: eos_token_id is {value!r}, expected token ids")
+        if ids:
+            return frozenset(ids)
+    return frozenset()
