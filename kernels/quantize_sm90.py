@@ -61,8 +61,9 @@ def _run(
         raise ValueError(f"the sm_90 quantise kernels do not run {reason}")
     tokens, width = x.shape
     channels = layout.in_features
-    if width != (2 * channels if source == "silu" else channels) or x.dtype != torch.bfloat16 or not x.is_contiguous():
-        raise ValueError(f"activation must be contiguous bfloat16 [T, {channels}], got {x.dtype} {tuple(x.shape)}")
+    expected = 2 * channels if source == "silu" else channels
+    if width != expected or x.dtype != torch.bfloat16 or not x.is_contiguous():
+        raise ValueError(f"activation must be contiguous bfloat16 [T, {expected}], got {x.dtype} {tuple(x.shape)}")
     codes = torch.empty(tokens, channels, dtype=torch.int8, device=x.device)
     scales = torch.empty(tokens, len(layout.segments), dtype=torch.float32, device=x.device)
     hidden = x if residual is None else torch.empty_like(x)

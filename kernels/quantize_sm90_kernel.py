@@ -5,8 +5,8 @@ block of K / 32 threads owns a row; the grid is persistent. A bulk copy brings t
 current one stands in registers as float32: between reading bf16 and writing codes nothing is rounded. All of a row is
 one block's, so a token's codes do not depend on its batch.
 
-Thread t holds 32 channels, as four vectors of eight: its vector j starts at channel 128 (t / 4) + 32 j + 8 (t % 4). So of
-the seven Hadamard stages of a block of 128, distances 1, 2, 4, 32 and 64 stay in the thread and only 8 and 16 are
+Thread t holds 32 channels, as four vectors of eight: its vector j starts at channel 128 (t / 4) + 32 j + 8 (t % 4). So
+of the seven Hadamard stages of a block of 128, distances 1, 2, 4, 32 and 64 stay in the thread and only 8 and 16 are
 shuffles, and every global access covers whole 32-byte sectors.
 
 Importing this module imports the DSL; only `quantize_sm90` does, when it compiles.
@@ -22,6 +22,7 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
+from cutlass.memory import SmemAllocator
 
 from w4a4.kernels.quantize_sm90_variant import VECTOR, VECTORS, QuantizeVariant
 
@@ -85,7 +86,7 @@ class QuantizeKernel:
         grid, _, _ = cute.arch.grid_dim()
         tokens = cute.size(codes, mode=[0])
 
-        smem = cutlass.utils.SmemAllocator()
+        smem = SmemAllocator()
         storage = smem.allocate(self.storage)
         full = storage.full.data_ptr()
         rows = storage.rows.get_tensor(cute.make_layout((v.channels, v.inputs, v.stages)))
@@ -301,7 +302,7 @@ class QuantizeKernel:
     def combine(self, first: BFloat16, second: BFloat16) -> Float32:
         value = Float32(first)
         if cutlass.const_expr(self.variant.source == "silu"):
-            value = value * cute.arch.rcp_approx(Float32(1.0) + cute.arch.exp2(value * Float32(-LOG2_E)))
+            value = value * cute.arch.rcp_approx(Float32(1.0) + cute.math.exp2(value * Float32(-LOG2_E), fastmath=True))
             value = value * Float32(second)
         return value
 
