@@ -64,8 +64,14 @@ def _yarn(
     ramp = ((torch.arange(head_dim // 2).float() - low) / max(high - low, 0.001)).clamp(0, 1)
     attention = scaling.get("attention_factor")
     if attention is None:
-        attention = 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
+        scale, scale_all = scaling.get("mscale"), scaling.get("mscale_all_dim")
+        both = scale and scale_all  # DeepSeek's pair of factors; one alone means nothing
+        attention = _yarn_scale(factor, scale) / _yarn_scale(factor, scale_all) if both else _yarn_scale(factor, 1.0)
     return frequencies * (1 - ramp) + frequencies / factor * ramp, float(attention)
+
+
+def _yarn_scale(factor: float, slope: float) -> float:
+    return 0.1 * slope * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def rope_tables(positions: Tensor, frequencies: Tensor, factor: float) -> tuple[Tensor, Tensor]:
