@@ -5,7 +5,6 @@ One pass over the calibration tokens, layer by layer (`decoder.run_layers`). The
 
 Per layer and point (`attn_in`, `attn_out`, `mlp_in`, `mlp_hidden`) and channel:
     absmax          f32 [K]     largest magnitude
-    mean_square     f32 [K]     E[x²]
     capped_energy   f32 [K]     E[w x²], w = min(1, 20 median‖x‖² / ‖x‖²): tokens of massive norm count less
 and, per layer, over positions after the first SINK_TOKENS:
     key_mean, value_mean f32 [kv_heads, D]; key_variance f32 [kv_heads, D]; query_mean_square f32 [heads, D]
@@ -27,12 +26,11 @@ from torch import Tensor
 
 from w4a4.calibrate.decoder import Observe, run_layers
 from w4a4.calibrate.source import Source
-from w4a4.configs.errors import CheckpointError, NotFoundError, NumericsError
+from w4a4.configs.errors import CheckpointError, NotFoundError, NumericsError, UsageError
 
 SCHEMA = 1
 SINK_TOKENS = 4
 POINTS = ("attn_in", "attn_out", "mlp_in", "mlp_hidden")
-CHANNEL_STATISTICS = ("absmax", "mean_square", "capped_energy")
 
 
 @dataclass(frozen=True)
@@ -90,9 +88,7 @@ class _LayerObserver:
             absmax = flat.abs().amax(0)
             name = f"{point}.absmax"
             self.sums[name] = torch.maximum(self.sums[name], absmax) if name in self.sums else absmax
-            square = flat.square()
-            self._add(f"{point}.mean_square", square.sum(0), flat.shape[0])
-            self._add(f"{point}.capped_energy", (square * weights).sum(0), flat.shape[0])
+            self._add(f"{point}.capped_energy", (flat.square() * weights).sum(0), flat.shape[0])
         else:
             kept = x[:, SINK_TOKENS:].flatten(0, 1).float()
             if point == "query":
@@ -127,8 +123,12 @@ def collect(
     """Run `tokens` int [samples, seq] through `source` and gather its statistics.
 
     Raises:
+        UsageError: sequences so short that all of them are sinks.
         NumericsError: an activation is not finite (naming layer and point).
     """
+    if tokens.shape[1] <= SINK_TOKENS:
+        raise UsageError(f"calibration sequences need more than {SINK_TOKENS} tokens, got {tokens.shape[1]}",
+                         "raise --seq")  # fmt: skip
     hidden_size = source.config.hidden_size
     covariance = torch.zeros(hidden_size, hidden_size, dtype=torch.float64, device=device)
     observers: dict[int, _LayerObserver] = {}
@@ -138,14 +138,15 @@ def collect(
         return observers[layer]
 
     tensors: dict[str, Tensor] = {}
-    for layer, _ in run_layers(source, tokens.long(), observe, device):
-        for name, value in observers.pop(layer).finish().items():
+    for layer, hidden in run_layers(source, tokens.long(), observe, device):
+        found = observers.pop(layer).finish()
+        for name, value in (*found.items(), ("output", hidden)):
             if not value.isfinite().all():
                 raise NumericsError(
                     f"layer {layer}: {name} is not finite on the calibration text",
                     "the source model overflows on this text: check its weights, or try other text with --data",
                 )
-            tensors[f"layers.{layer}.{name}"] = value
+        tensors |= {f"layers.{layer}.{name}": value for name, value in found.items()}
         if on_layer:
             on_layer(layer, source.config.num_layers)
     tensors["residual_covariance"] = (covariance / tokens.shape[0]).float().cpu()

@@ -1,12 +1,14 @@
 """A recipe: every choice that turns a float model into a packed checkpoint, as one flat, typed, frozen record.
 
-Recipes are YAML files in `configs/recipes/`; a user's file may name one as its `base` and override keys. Unknown keys
-and impossible combinations are errors here, so that nothing below re-checks them.
+Recipes are YAML files in `configs/recipes/`; a user's file may name one of them as its `base` and override keys.
+Unknown keys, combinations that cannot be and keys that a method would not read are errors here, so that nothing below
+re-checks them.
 """
 
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from importlib.resources import files
@@ -19,6 +21,19 @@ from w4a4.configs.errors import UsageError
 
 METHODS = ("uniform", "outlier_columns", "magnitude_blocks", "dual")
 ROUNDINGS = ("rtn", "gptq")
+_READ_BY = {
+    "outlier_share": ("outlier_columns",),
+    "down_bits": ("uniform", "outlier_columns", "magnitude_blocks"),
+    "budget": ("magnitude_blocks", "dual"),
+    "high_weight_bits": ("magnitude_blocks", "dual"),
+    "high_share": ("dual",),
+    "residual_basis": ("dual",),
+    "value_hadamard": ("dual",),
+    "down_hadamard": ("dual",),
+    "key_scaling": ("dual",),
+    "kv_mean": ("dual",),
+}
+"""The methods that read a key; the keys that are not here are read by all."""
 
 
 @dataclass(frozen=True)
@@ -67,15 +82,30 @@ class Recipe:
         for key in ("high_share", "budget", "outlier_share"):
             if not 0 <= getattr(self, key) <= 1:
                 raise UsageError(f"recipe {self.name}: {key} must lie in [0, 1], got {getattr(self, key)}")
-        if self.damping <= 0:
-            raise UsageError(f"recipe {self.name}: damping must be > 0, got {self.damping}")
-        if self.group_size and (self.group_size % 8 or self.act_bits != 16):
+        if not 0 < self.damping < math.inf:
+            raise UsageError(f"recipe {self.name}: damping must be above 0 and finite, got {self.damping}")
+        for field in fields(self):
+            methods = _READ_BY.get(field.name, METHODS)
+            if self.method not in methods and getattr(self, field.name) != field.default:
+                raise UsageError(
+                    f"recipe {self.name}: method {self.method} does not read {field.name}",
+                    f"leave it out, or choose method: {' or '.join(methods)}",
+                )
+        if self.method != "uniform" and (self.weight_bits, self.act_bits) != (4, 4):
             raise UsageError(
-                f"recipe {self.name}: group_size {self.group_size} needs 16-bit activations and a multiple of 8",
-                "group scales inside the integer product are not supported: set group_size: 0",
+                f"recipe {self.name}: method {self.method} starts from 4-bit weights and activations, "
+                f"got {self.weight_bits} and {self.act_bits}",
+                "leave weight_bits and act_bits out, or choose method: uniform",
             )
         if self.weight_bits == 8 and self.act_bits == 4:
             raise UsageError(f"recipe {self.name}: 4-bit activations need 4-bit weights")
+        if self.group_size < 0 or self.group_size % 8:
+            raise UsageError(f"recipe {self.name}: group_size must be a multiple of 8, got {self.group_size}")
+        if self.group_size and (self.act_bits != 16 or self.down_bits):
+            raise UsageError(
+                f"recipe {self.name}: group_size {self.group_size} needs 16-bit activations in every linear",
+                "group scales inside the integer product are not supported: set group_size: 0",
+            )
 
     def to_yaml(self) -> str:
         return yaml.safe_dump(asdict(self), sort_keys=False)
@@ -102,9 +132,9 @@ def load_recipe(name_or_path: str, overrides: Mapping[str, Any] | None = None) -
     if path.suffix in (".yaml", ".yml"):
         if not path.is_file():
             raise UsageError(f"recipe file {path} does not exist", "give one of: " + ", ".join(recipe_names()))
-        text = path.read_text(encoding="utf8")
+        text = path.read_bytes()
     elif name_or_path in recipe_names():
-        text = files("w4a4.configs").joinpath("recipes", f"{name_or_path}.yaml").read_text(encoding="utf8")
+        text = files("w4a4.configs").joinpath("recipes", f"{name_or_path}.yaml").read_bytes()
     else:
         raise UsageError(f"no recipe named {name_or_path!r}" + _nearest(name_or_path, recipe_names()),
                          "give a .yaml file or one of: " + ", ".join(recipe_names()))  # fmt: skip
@@ -119,14 +149,17 @@ def load_recipe(name_or_path: str, overrides: Mapping[str, Any] | None = None) -
     types = {field.name: type_of for field in fields(Recipe) if (type_of := _TYPES[str(field.type)])}
     for key, value in data.items():
         if key not in types:
-            raise UsageError(f"recipe {name_or_path}: unknown key {key!r}" + _nearest(key, list(types)),
+            raise UsageError(f"recipe {name_or_path}: unknown key {key!r}" + _nearest(str(key), list(types)),
                              "valid keys: " + ", ".join(types))  # fmt: skip
         if types[key] is float and type(value) is int:
             data[key] = float(value)
         elif type(value) is not types[key]:
             raise UsageError(f"recipe {name_or_path}: {key} must be {types[key].__name__}, got {value!r}")
     if base is not None:
-        return replace(load_recipe(str(base)), **({"name": path.stem} | data))
+        if base not in recipe_names():
+            raise UsageError(f"recipe {name_or_path}: base must be a shipped recipe, got {base!r}",
+                             "give one of: " + ", ".join(recipe_names()))  # fmt: skip
+        return replace(load_recipe(base), **({"name": path.stem} | data))
     missing = [key for key in ("name", "summary", "method") if key not in data]
     if missing:
         raise UsageError(f"recipe {name_or_path}: missing {', '.join(missing)}", "or name a shipped recipe as `base:`")
