@@ -6,23 +6,23 @@ and how many blocks would hold them. A rotating recipe has no outliers left to s
 
 from __future__ import annotations
 
-from typing import Final
-
 import torch
 
 from w4a4.calibrate.permutation import magnitude_permutation
-from w4a4.calibrate.precision_map import outlier_channels, outlier_map
+from w4a4.calibrate.precision_map import outlier_map
 from w4a4.calibrate.report import PointProfile
 from w4a4.calibrate.statistics import POINTS, CalibrationStats
 
-OUTLIER_THRESHOLD: Final = 4.0
-"""A channel is an outlier when its largest magnitude exceeds this many times the median channel's."""
-
 
 def magnitude_profiles(
-    stats: CalibrationStats, num_layers: int, budget: float, threshold: float = OUTLIER_THRESHOLD
+    stats: CalibrationStats, num_layers: int, budget: float, threshold: float
 ) -> tuple[PointProfile, ...]:
-    """One profile per layer and point; at most the share `budget` of the blocks of a point runs at 8 bits."""
+    """One profile per layer and point.
+
+    Args:
+        budget: greatest share of a point's blocks that run at 8 bits.
+        threshold: a channel is an outlier if its absmax exceeds this many times the median channel's.
+    """
     profiles = []
     for layer in range(num_layers):
         for point in POINTS:
@@ -32,8 +32,3 @@ def magnitude_profiles(
             bits = torch.tensor(chosen.bits, dtype=torch.int64)
             profiles.append(PointProfile(layer, point, magnitude, order, bits))
     return tuple(profiles)
-
-
-def outlier_share(stats: CalibrationStats, layer: int, point: str, threshold: float = OUTLIER_THRESHOLD) -> float:
-    """Share of the channels of one point that are outliers."""
-    return float(outlier_channels(stats.channel(layer, point, "absmax"), threshold).float().mean())

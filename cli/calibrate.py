@@ -124,9 +124,10 @@ def _show_plan(console: Console, source: Source, target: Path, samples: int, seq
 
 
 def _write_report(source: Source, stats: CalibrationStats, folder: Path) -> Path:
-    from w4a4.calibrate.profiles import OUTLIER_THRESHOLD, magnitude_profiles
+    from w4a4.calibrate.profiles import magnitude_profiles
     from w4a4.calibrate.report import ReportData, write_report
     from w4a4.configs.recipe import load_recipe
+    from w4a4.export.published import OUTLIER_THRESHOLD
 
     config, run = source.config, stats.run
     budget = load_recipe("fmpq").budget
@@ -141,5 +142,5 @@ def _write_report(source: Source, stats: CalibrationStats, folder: Path) -> Path
         f"The precision map is FMPQ's: blocks with outliers at 8 bits, at most {budget:.0%} of each input's blocks.",
         "Layer errors are known after `w4a4 quantize`, whose report shows them.",
     )
-    profiles = magnitude_profiles(stats, config.num_layers, budget)
+    profiles = magnitude_profiles(stats, config.num_layers, budget, OUTLIER_THRESHOLD)
     return write_report(ReportData(run.model, profiles, facts=facts, notes=notes), folder)

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from w4a4.configs.architecture import ModelConfig, quantization_method
 from w4a4.configs.errors import CheckpointError, UsageError
@@ -45,9 +45,10 @@ def open_scored(
     if is_packed(folder):
         from w4a4.export.checkpoint import open_checkpoint
         from w4a4.serve.model import CausalLM
+        from w4a4.serve.model_runner import choose_act
 
         chosen = choose_device(device, for_kernels=True)
-        mode = default_act(act, chosen)
+        mode = choose_act(act or "auto", chosen)
         packed = CausalLM(open_checkpoint(folder), chosen, mode, int(kv) if kv else None)
         paths = ", ".join(sorted(set(packed.paths().values())))
         return ScoredModel(packed.config, load_tokenizer(folder), packed.score, chosen, paths, mode, packed.kv_bits)
@@ -58,13 +59,6 @@ def open_scored(
     source = open_source(model, offline=offline, revision=revision)
     chosen = choose_device(device)
     return ScoredModel(source.config, source.tokenizer(), FloatModel(source, chosen), chosen, "float32", "float", 32)
-
-
-def default_act(act: str | None, device: torch.device) -> Literal["map", "a8"]:
-    """The activation mode: as asked, else the precision map on a CPU and 8 bits on Hopper, where they are free."""
-    if act is None:
-        return "map" if device.type == "cpu" else "a8"
-    return "a8" if act == "a8" else "map"
 
 
 def is_packed(folder: Path) -> bool:

@@ -1,4 +1,4 @@
-"""`w4a4 serve`: a checkpoint behind OpenAI's HTTP API."""
+"""`w4a4 serve`: a packed checkpoint behind OpenAI's HTTP interface."""
 
 from __future__ import annotations
 
@@ -8,116 +8,101 @@ from typing import Any
 import click
 
 from w4a4.cli.console import Console
+from w4a4.cli.newest_checkpoint import newest_checkpoint
 from w4a4.cli.options import common_options, option, pass_console, runtime_options
-
-MIB = 1 << 20
+from w4a4.configs.errors import NotFoundError
 
 
 @click.command(
     "serve",
-    help="Answer HTTP requests in OpenAI's format with the packed checkpoint in DIR, and chat at /. Ctrl-C or SIGTERM "
-    "lets running requests finish first.",
+    help="Serve the packed checkpoint in DIR (default: the newest one): /v1/completions, /v1/chat/completions, more. "
+    "SIGTERM lets running requests finish.",
 )
-@click.argument("checkpoint", metavar="DIR", type=click.Path(path_type=Path))
-@option("--host", default="127.0.0.1", help="Address to listen on; 0.0.0.0 = every interface.")
-@option("--port", type=click.IntRange(0, 65535), default=8000, help="0 = any free port.")
-@option("--api-key", "api_keys", multiple=True, envvar="W4A4_API_KEY", help="Ask clients for one of these; repeatable.")
-@option("--served-model-name", metavar="NAME", help="Name in the API. Default: the folder's.")
-@option("--chat-template", type=click.Path(path_type=Path), help="Jinja file instead of the checkpoint's template.")
-@option("--max-model-len", type=click.IntRange(min=1), help="Tokens of prompt and answer. Default: the model's.")
-@option("--max-num-seqs", type=click.IntRange(min=1), default=64, help="Requests that run at once.")
-@option("--max-num-batched-tokens", type=click.IntRange(min=1), default=2048, help="New tokens in one step.")
-@option("--max-queued", type=click.IntRange(min=0), default=1024, help="Requests that may wait; then 503.")
-@option("--gpu-memory-utilization", type=float, default=0.9, help="Share of the GPU's memory to use.")
-@option("--kv-cache-memory", type=click.IntRange(min=1), default=1024, metavar="MIB", help="KV pages on a CPU.")
-@option("--prefix-caching/--no-prefix-caching", default=True, help="Keep and share the pages of equal prompts.")
+@click.argument("folder", metavar="[DIR]", required=False, type=click.Path(path_type=Path))
+@option("--host", default="127.0.0.1", help="Address to listen on.")
+@option("--port", type=click.IntRange(0, 65535), default=8000, help="0: any free one.")
+@option(
+    "--api-key",
+    "api_keys",
+    multiple=True,
+    metavar="KEY",
+    envvar="W4A4_API_KEY",
+    help="Accept this key; may be repeated. Default: no keys.",
+)
+@option("--allow-origin", "allow_origins", multiple=True, metavar="URL", help="CORS origin; may be repeated.")
+@option("--served-model-name", default="", metavar="NAME", help="Default: the folder's name.")
+@option("--chat-template", type=click.Path(path_type=Path, dir_okay=False), help="Jinja file instead of the model's.")
+@option("--max-num-seqs", type=int, default=64, help="Sequences that run at once.")
+@option("--max-num-batched-tokens", type=int, default=2048, help="Tokens in one step, prefill and decode together.")
+@option("--max-model-len", type=int, help="Tokens of one sequence; default: the model's, as far as the pages reach.")
+@option("--gpu-memory-utilization", type=float, default=0.9, help="Share of the GPU's memory, weights included.")
+@option("--kv-cache-memory", type=click.FloatRange(min=0, min_open=True), default=1.0, help="GiB of KV pages on a CPU.")
+@option("--max-queued", type=int, default=1024, help="Requests that may wait; more get 503.")
+@option("--prefix-caching/--no-prefix-caching", default=True, help="Reuse the KV pages of equal beginnings.")
 @option("--eager", is_flag=True, help="No CUDA graphs.")
-@option("--seed", type=int, help="Fixes the draws of requests without a seed.")
-@option("--max-body", type=click.IntRange(min=1), default=8, metavar="MIB", help="Largest request body; then 413.")
-@option("--request-timeout", type=float, default=30.0, help="Seconds a client may take to send a request.")
-@option("--shutdown-timeout", type=float, default=30.0, help="Seconds for running requests when stopped.")
-@option("--allow-origin", "allow_origins", multiple=True, help="Web origin that may call (CORS); repeatable.")
-@option("--explain", is_flag=True, help="Print bits and kernel of every layer as they would run, and stop.")
+@option("--seed", type=int, help="Seed for requests that bring none.")
+@option("--max-body-bytes", type=int, default=8 << 20, help="Greatest request; more gets 413.")
+@option("--request-timeout", type=float, default=30.0, help="Seconds that a client may take to send a request.")
+@option("--shutdown-timeout", type=float, default=30.0, help="Seconds that requests may go on after SIGTERM.")
+@option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info")
+@option("--explain", is_flag=True, help="Print bits and kernel of every linear that would run, and stop.")
 @runtime_options
 @common_options
 @pass_console
 def command(
     console: Console,
-    checkpoint: Path,
-    kv_cache_memory: int,
-    max_body: int,
+    /,
+    folder: Path | None,
+    act: str | None,
+    kv: str | None,
+    device: str | None,
+    kv_cache_memory: float,
     prefix_caching: bool,
     eager: bool,
     explain: bool,
     as_json: bool,
-    kv: str | None,
-    act: str | None,
-    device: str | None,
-    served_model_name: str | None,
-    **options: Any,
+    **values: Any,
 ) -> int:
+    if folder is None:
+        folder = newest_checkpoint()
+        console.say(f"serving the newest checkpoint, {folder}")
+    if not folder.is_dir():
+        raise NotFoundError(f"{folder} is not a checkpoint folder", "make one: w4a4 quantize MODEL")
+    from w4a4.serve.model_runner import load_runner
+    from w4a4.serve.process import ServerProcess, bind, explain_lines
     from w4a4.serve.settings import ServeSettings
+    from w4a4.serve.tokenizer import load_tokenizer
 
     settings = ServeSettings(
-        checkpoint=checkpoint,
-        served_model_name=served_model_name or "",
-        kv_cache_bytes=kv_cache_memory * MIB,
-        max_body_bytes=max_body * MIB,
-        is_prefix_caching=prefix_caching,
-        is_eager=eager,
+        checkpoint=folder,
         device=device or "auto",
         act=act or "auto",
         kv_bits=int(kv) if kv else None,
-        log_level="debug" if console.verbosity > 0 else "warning" if console.verbosity < 0 else "info",
-        **options,
+        kv_cache_bytes=int(kv_cache_memory * 2**30),
+        is_prefix_caching=prefix_caching,
+        is_eager=eager,
+        **values,
     )
     if explain:
-        return _explain(console, settings, as_json)
-    return _serve(console, settings, as_json)
-
-
-def _explain(console: Console, settings: Any, as_json: bool) -> int:
-    from w4a4.serve.model_runner import load_runner
-    from w4a4.serve.process import explain_lines
-
-    runner = load_runner(settings)
-    layers = explain_lines(runner)
-    runner.close()
-    if as_json:
-        console.document("explanation", {"device": runner.info.device, "path": runner.info.path, "layers": layers})
+        lines = explain_lines(load_runner(settings))
+        if as_json:
+            console.document("explanation", {"checkpoint": folder, "linears": lines})
+        else:
+            console.table(list(lines[0]), [list(line.values()) for line in lines])
         return 0
-    console.say(f"{settings.model_name} on {runner.info.device}: {runner.info.path}")
-    console.table(
-        ["layer", "N x K", "weights", "activations", "kernel"],
-        [[str(cell) for cell in layer.values()] for layer in layers],
+    bound = bind(settings.host, settings.port)  # before the model is loaded: a port in use is told at once
+    runner = load_runner(settings)
+    info = runner.info
+    console.say(
+        f"{settings.model_name} on {info.device}: {info.path}; {info.num_pages} pages hold "
+        f"{info.num_pages * info.page_size:,} tokens, up to {info.max_model_len:,} in one sequence"
     )
-    return 0
+    tokenizer = load_tokenizer(folder, chat_template=settings.chat_template)
 
+    def on_ready(url: str) -> None:
+        if as_json:
+            console.document("server", {"url": url, "model": settings.model_name})
+        else:
+            console.say(f"ready: {url}   (try: curl {url}/v1/models)")
 
-def _serve(console: Console, settings: Any, as_json: bool) -> int:
-    from w4a4.serve.process import ServerProcess, bind
-
-    bound = bind(settings.host, settings.port)  # a port in use is told before the model is loaded
-    try:
-        from w4a4.serve.model_runner import load_runner
-        from w4a4.serve.tokenizer import load_tokenizer
-
-        console.say(f"loading {settings.checkpoint}")
-        runner = load_runner(settings)
-        tokenizer = load_tokenizer(settings.checkpoint, chat_template=settings.chat_template)
-        info = runner.info
-        console.say(f"{settings.model_name} on {info.device}: {info.path}")
-        console.say(
-            f"KV cache: {info.num_pages} pages of {info.page_size} tokens = {info.num_pages * info.page_size} tokens; "
-            f"up to {settings.max_num_seqs} requests at once of at most {info.max_model_len} tokens"
-        )
-
-        def announce(url: str) -> None:
-            console.say(f"ready: {url} (chat), {url}/v1 (OpenAI API)")
-            if as_json:
-                console.document("server", {"url": url, "model": settings.model_name, "path": info.path})
-
-        process = ServerProcess(settings, bound, runner, tokenizer, tokenizer.eos_ids, announce)
-        return process.run()
-    finally:
-        bound.close()
+    return ServerProcess(settings, bound, runner, tokenizer, tokenizer.eos_ids, on_ready).run()

@@ -1,0 +1,105 @@
+"""What a fresh checkpoint is worth, measured before it is published: a short slice of text, and one sentence.
+
+The source is held in memory when it fits twice, else it is streamed layer by layer and the sentence is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from w4a4.configs.errors import NumericsError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from w4a4.calibrate.source import Source
+    from w4a4.serve.evaluate import LazyLogits
+
+PROMPT: Final = "The capital of France is"
+PROMPT_TOKENS: Final = 16
+WINDOW: Final = 1024
+
+
+@dataclass(frozen=True)
+class QualityGate:
+    """Perplexity of a packed folder and of its source on the first `tokens` tokens of `data`, test split."""
+
+    source: Source
+    data: str
+    tokens: int
+    device: torch.device
+    fail_above: float | None
+    offline: bool = False
+
+    def measure(self, folder: Path) -> dict[str, Any]:
+        """Measure the packed checkpoint in `folder`: what goes into the manifest and the model card.
+
+        Raises:
+            NumericsError: the perplexity exceeds `fail_above`.
+        """
+        from w4a4.calibrate.text import load_text, windows
+        from w4a4.cli.scored_model import open_scored
+        from w4a4.serve.evaluate import evaluate
+
+        scored = open_scored(str(folder), None, None, str(self.device), offline=True, revision=None)
+        seq = min(WINDOW, scored.config.max_position_embeddings, self.tokens)
+        text = load_text(self.data, "test", offline=self.offline)
+        ids = windows(scored.tokenizer, text, seq, max(seq, self.tokens))
+        reference, is_resident = self._source_logits()
+        result = evaluate(scored.logits, ids, reference)
+        measured: dict[str, Any] = result.to_dict() | {
+            "path": f"{scored.path}, act {scored.act}",
+            "text": f"{text.name} {text.split_name}",
+            "seq": seq,
+        }
+        if is_resident:
+            prompt = scored.tokenizer.encode(PROMPT)
+            measured["sample"] = {
+                "prompt": PROMPT,
+                "source": scored.tokenizer.decode(greedy(reference, prompt, PROMPT_TOKENS)),
+                "packed": scored.tokenizer.decode(greedy(scored.logits, prompt, PROMPT_TOKENS)),
+            }
+        if self.fail_above is not None and not result.perplexity <= self.fail_above:
+            raise NumericsError(
+                f"quality gate: perplexity {result.perplexity:.3f} exceeds {self.fail_above:g} "
+                f"(source: {result.source_perplexity:.3f}); nothing was published",
+                "the same command without --fail-if-ppl-above publishes it; or another --recipe, or more --samples",
+            )
+        return measured
+
+    def _source_logits(self) -> tuple[Callable[[Tensor], Tensor | LazyLogits], bool]:
+        """The source as a function of tokens, and whether it is held in memory."""
+        from w4a4.calibrate.decoder import FloatModel
+        from w4a4.export.estimate import available_memory
+
+        if 2 * 4 * self.source.config.num_parameters <= available_memory(self.device):
+            return FloatModel(self.source, self.device), True
+        return lambda tokens: streamed_logits(self.source, tokens, self.device), False
+
+
+def streamed_logits(source: Source, tokens: Tensor, device: torch.device) -> LazyLogits:
+    """Logits of int64 [B, T] tokens with one decoder layer of the source in memory at a time."""
+    from torch.nn.functional import linear
+
+    from w4a4.calibrate.decoder import lm_head_weight, run_layers
+    from w4a4.kernels.reference import rms_norm
+    from w4a4.serve.evaluate import LazyLogits
+
+    *_, (_, hidden) = run_layers(source, tokens, device=device)
+    normed = rms_norm(hidden, source.tensor("model.norm.weight"), source.config.rms_norm_eps)
+    head = lm_head_weight(source)
+    return LazyLogits(normed, lambda rows: linear(rows, head))
+
+
+def greedy(logits: Callable[[Tensor], Any], prompt: list[int], count: int) -> list[int]:
+    """`prompt` and the `count` most probable tokens after it, the whole sequence scored again for each."""
+    import torch
+
+    ids = list(prompt)
+    for _ in range(count):
+        ids.append(int(logits(torch.tensor([ids]))[0, -1].argmax()))
+    return ids

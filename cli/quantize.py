@@ -1,0 +1,267 @@
+"""`w4a4 quantize`: a model in, a packed 4-bit checkpoint out."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from w4a4.cli.calibrate import calibration_run, model_stem
+from w4a4.cli.console import Console, format_bytes
+from w4a4.cli.newest_checkpoint import remember_checkpoint
+from w4a4.cli.options import calibration_options, common_options, device_option, option, pass_console, source_options
+from w4a4.cli.stop_signals import StopSignals
+from w4a4.configs.errors import StoppedError, UsageError
+
+if TYPE_CHECKING:
+    import torch
+
+    from w4a4.calibrate.source import Source
+    from w4a4.calibrate.statistics import CalibrationStats
+    from w4a4.configs.recipe import Recipe
+    from w4a4.export.pipeline import LayerReport
+
+
+@click.command(
+    "quantize",
+    help="Write a packed 4-bit checkpoint of MODEL (alias, hub id, folder or .gguf file). A run that was stopped "
+    "or killed goes on when the same command is given again.",
+)
+@click.argument("model")
+@option("-o", "--output", type=click.Path(path_type=Path), help="Folder to write. Default: ./<model>-w4a4.")
+@option("--recipe", default="dual", metavar="NAME|FILE", help="How: a recipe that ships, or a YAML file.")
+@option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change one key of the recipe; may be repeated.")
+@option("--kv", type=click.Choice(["4", "16"]), help="Bits of the KV cache; default: the recipe's.")
+@option(
+    "--statistics",
+    "--stats",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Folder that `calibrate` wrote. Default: calibrate on the way.",
+)
+@calibration_options
+@option("--gate-tokens", type=click.IntRange(min=0), default=2048, help="Text scored at the end; 0: no quality gate.")
+@option("--fail-if-ppl-above", type=float, metavar="X", help="Publish nothing (exit code 6) if it scores worse than X.")
+@option("--preflight/--no-preflight", default=True, help="Check memory and disk before starting.")
+@option("--dry-run", is_flag=True, help="Show the layers, and the memory, disk and time it needs, and stop.")
+@device_option
+@source_options
+@common_options
+@pass_console
+def command(
+    console: Console,
+    model: str,
+    output: Path | None,
+    recipe: str,
+    overrides: tuple[str, ...],
+    kv: str | None,
+    statistics: Path | None,
+    data: str,
+    samples: int,
+    seq: int,
+    seed: int,
+    gate_tokens: int,
+    fail_if_ppl_above: float | None,
+    preflight: bool,
+    dry_run: bool,
+    device: str | None,
+    revision: str | None,
+    offline: bool,
+    as_json: bool,
+) -> None:
+    from w4a4.calibrate.source import open_source
+    from w4a4.calibrate.statistics import load_statistics
+    from w4a4.cli.device import choose_device
+    from w4a4.configs.recipe import load_recipe
+
+    if fail_if_ppl_above is not None and not gate_tokens:
+        raise UsageError("--fail-if-ppl-above needs text to score", "leave out --gate-tokens 0")
+    chosen = load_recipe(recipe, recipe_overrides(overrides, kv))
+    source = open_source(model, offline=offline, revision=revision)
+    target = output or Path(f"{model_stem(model)}-w4a4")
+    place = choose_device(device)
+    stats = load_statistics(statistics) if statistics is not None else None
+    if stats is not None:
+        samples, seq = stats.run.samples, stats.run.seq
+    if dry_run or preflight:
+        from w4a4.export.estimate import check_resources, estimate, measured_macs_per_second
+
+        needs = estimate(source.config, chosen, samples, seq, measured_macs_per_second(place))
+        if dry_run:
+            _show_plan(console, source, chosen, target, place, needs.to_json(), as_json)
+            return
+        check_resources(needs, target, place)
+        console.say(
+            f"{source.identity.name}: {source.config.num_layers} layers, recipe {chosen.name}, about "
+            f"{format_bytes(needs.peak_memory)} of memory and {needs.seconds / 60:.0f} min on {place}"
+        )
+    begin = time.monotonic()
+    with StopSignals() as signals:
+        try:
+            if stats is None:
+                stats = _calibrate(console, source, target, data, samples, seq, seed, offline, place, signals)
+            path, quality = _quantize(
+                console, source, stats, chosen, target, place, signals, gate_tokens, fail_if_ppl_above, offline
+            )
+        except StoppedError as error:
+            raise StoppedError(error.message, f"{shlex.join(['w4a4', *sys.argv[1:]])}   (goes on from here)") from error
+    shutil.rmtree(_own_statistics(target), ignore_errors=True)
+    remember_checkpoint(path)
+    seconds = time.monotonic() - begin
+    if as_json:
+        facts = {"path": path, "recipe": asdict(chosen), "seconds": round(seconds, 1), "quality": quality}
+        console.document("quantization", facts)
+    else:
+        console.data(str(path))
+    _say_quality(console, quality)
+    console.say(f"done in {seconds:.0f} s. next: w4a4 generate {shlex.quote(str(path))} 'The capital of France is'")
+
+
+def recipe_overrides(pairs: tuple[str, ...], kv: str | None) -> dict[str, Any]:
+    """KEY=VALUE pairs as a mapping, values read as YAML; `--kv` is `kv_bits`. Raises UsageError without a "="."""
+    import yaml
+
+    overrides: dict[str, Any] = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals or not key:
+            raise UsageError(f"--set {pair}: expected KEY=VALUE", "for example --set budget=0.1")
+        overrides[key.strip().replace("-", "_")] = yaml.safe_load(value)
+    return overrides | ({"kv_bits": int(kv)} if kv else {})
+
+
+def _own_statistics(target: Path) -> Path:
+    """Where statistics made on the way are kept until the checkpoint is there, so that a resumed run finds them."""
+    return target.absolute().parent / f".{target.name}.w4a4-statistics"
+
+
+def _calibrate(
+    console: Console,
+    source: Source,
+    target: Path,
+    data: str,
+    samples: int,
+    seq: int,
+    seed: int,
+    offline: bool,
+    device: torch.device,
+    signals: StopSignals,
+) -> CalibrationStats:
+    """Statistics of this very run: those an earlier attempt left, or new ones."""
+    from w4a4.calibrate.statistics import collect, load_statistics, save_statistics
+    from w4a4.configs.errors import CheckpointError, NotFoundError
+
+    run, tokens = calibration_run(console, source, data, samples, seq, seed, offline)
+    folder = _own_statistics(target)
+    try:
+        stats = load_statistics(folder)
+        if stats.run == run:
+            console.say("using the statistics of the run before")
+            return stats
+    except (NotFoundError, CheckpointError):
+        pass  # none, or half written: made anew
+    console.say(f"calibrating on {samples} windows of {seq} tokens: {run.text}")
+    with console.progress("calibrate layer") as progress:
+
+        def on_layer(layer: int, total: int) -> None:
+            progress.step(layer + 1, total)
+            if signals.is_requested:
+                raise StoppedError(f"stopped while calibrating, at layer {layer + 1} of {total}")
+
+        stats = collect(source, run, tokens, device, on_layer)
+    save_statistics(stats, folder)
+    return stats
+
+
+def _quantize(
+    console: Console,
+    source: Source,
+    stats: CalibrationStats,
+    recipe: Recipe,
+    target: Path,
+    device: torch.device,
+    signals: StopSignals,
+    gate_tokens: int,
+    fail_above: float | None,
+    offline: bool,
+) -> tuple[Path, dict[str, Any] | None]:
+    from w4a4.cli.quality_gate import QualityGate
+    from w4a4.export.pipeline import Callbacks, quantize
+
+    measured: dict[str, Any] = {}
+    gate = QualityGate(source, "wikitext2", gate_tokens, device, fail_above, offline)
+
+    def measure(folder: Path) -> dict[str, Any]:
+        console.say(f"quality gate: scoring {gate_tokens} tokens with the checkpoint and with its source")
+        measured.update(gate.measure(folder))
+        return measured
+
+    with console.progress("quantize layer") as progress:
+
+        def on_layer(report: LayerReport) -> None:
+            progress.step(report.layer + 1, report.num_layers, describe_layer(report))
+
+        callbacks = Callbacks(on_layer, lambda: signals.is_requested, measure if gate_tokens else None)
+        path = quantize(source, stats, recipe, target, device, callbacks)
+    return path, measured or None
+
+
+def describe_layer(report: LayerReport) -> str:
+    """What one finished layer found, in a phrase: its errors, and which linears were promoted to 8 bits."""
+    worst = max(report.errors, key=lambda name: report.errors[name])
+    mean = sum(report.errors.values()) / len(report.errors)
+    promoted = f"; 8 bits: {', '.join(name.split('.')[-1] for name in report.promoted)}" if report.promoted else ""
+    return f"error {mean:.4f}, worst {worst.split('.')[-1]} {report.errors[worst]:.4f}{promoted}"
+
+
+def _show_plan(
+    console: Console,
+    source: Source,
+    recipe: Recipe,
+    target: Path,
+    device: torch.device,
+    needs: dict[str, float],
+    as_json: bool,
+) -> None:
+    identity, config = source.identity, source.config
+    linears = [
+        {"name": name, "N": rows, "K": columns, "weights": rows * columns}
+        for name, (rows, columns) in config.linear_shapes().items()
+    ]
+    if as_json:
+        console.document(
+            "quantization-plan",
+            {"source": asdict(identity), "config": asdict(config), "recipe": asdict(recipe), "output": target}
+            | {"device": str(device), "linears_per_layer": linears, "needs": needs},
+        )
+        return
+    console.data(f"model    {identity.name}: {identity.path} ({identity.kind})")
+    console.data(f"         {config.architecture}, {config.num_layers} layers, {config.num_parameters / 1e6:,.1f} M")
+    console.data(f"recipe   {recipe.name}: {recipe.summary}")
+    console.data(f"output   {target}\n")
+    rows = [(entry["name"], entry["N"], entry["K"], f"{entry['weights']:,}") for entry in linears]
+    console.table((f"linear, each of {config.num_layers} layers", "N", "K", "weights"), rows)
+    console.data(f"\ntokens       {needs['tokens']:,}")
+    console.data(f"checkpoint   about {format_bytes(needs['checkpoint_bytes'])}")
+    console.data(f"disk         about {format_bytes(needs['disk'])} while it runs")
+    console.data(f"memory       about {format_bytes(needs['peak_memory'])} on {device}")
+    console.data(
+        f"time         about {max(1, round(needs['seconds'] / 60))} min on {device}, by the speed measured now"
+    )
+
+
+def _say_quality(console: Console, quality: dict[str, Any] | None) -> None:
+    if not quality:
+        return
+    console.say(
+        f"perplexity {quality['perplexity']:.3f}, source {quality['source_perplexity']:.3f} "
+        f"({quality['text']}, {quality['tokens_scored']:,} tokens scored, {quality['path']})"
+    )
+    if "sample" in quality:
+        sample = quality["sample"]
+        console.say(f"source: {sample['source']!r}\npacked: {sample['packed']!r}")
