@@ -6,7 +6,7 @@ nothing of requests, scheduling or text.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -37,6 +37,20 @@ class PackedModel(Protocol):
     def tensor(self, name: str) -> Tensor: ...
 
 
+class LinearOps(Protocol):
+    """What multiplies: the module `kernels.ops`, or a baseline with the same functions. The type of a fused linear and
+    of an activation is its own; `out_sizes` and `path` of a linear are read here.
+    """
+
+    def fuse_linears(self, linears: Sequence[ops.StoredLinear], device: torch.device, act: ActMode) -> Any: ...
+    def quantize_activation(self, x: Tensor, linear: Any) -> Any: ...
+    def rmsnorm_quantize(
+        self, x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, linear: Any
+    ) -> tuple[Tensor, Any]: ...
+    def silu_mul_quantize(self, gate_up: Tensor, linear: Any) -> Any: ...
+    def linear_forward(self, activation: Any, linear: Any) -> Tensor: ...
+
+
 @dataclass(frozen=True)
 class KVCache:
     """The KV pages of all layers. Sink pages, one per sink slot, stand behind the `num_pages` ordinary ones."""
@@ -58,12 +72,15 @@ class KVCache:
 
 @dataclass(frozen=True)
 class DecoderLayer:
-    """One layer's weights on the device. Norm gains are None where they are all ones (folded into the readers)."""
+    """One layer's weights on the device: fused linears of the model's `LinearOps`, and the rest.
 
-    qkv: ops.RuntimeLinear
-    o: ops.RuntimeLinear
-    gate_up: ops.RuntimeLinear
-    down: ops.RuntimeLinear
+    Norm gains are None where they are all ones (folded into the readers).
+    """
+
+    qkv: Any
+    o: Any
+    gate_up: Any
+    down: Any
     input_norm: Tensor | None
     post_attention_norm: Tensor | None
     q_norm: Tensor | None
@@ -78,6 +95,7 @@ class CausalLM:
     Args:
         act: "map" runs the checkpoint's precision map, "a8" every 4-bit activation at 8 bits, "a16" none quantised.
         kv_bits: 4 or 16; None takes the checkpoint's.
+        linear_ops: what multiplies; None: `kernels.ops`.
     Raises:
         UnsupportedError: no kernels for the device.
         CheckpointError: a tensor is missing or makes no sense.
@@ -89,8 +107,10 @@ class CausalLM:
         device: torch.device | str = "cpu",
         act: ActMode = "map",
         kv_bits: int | None = None,
+        linear_ops: LinearOps | None = None,
     ) -> None:
         self.config: ModelConfig = checkpoint.config
+        self.ops: LinearOps = linear_ops or ops
         self.device = torch.device(device)
         self.dtype = torch.float32 if self.device.type == "cpu" else torch.bfloat16
         self.act = act
@@ -121,8 +141,8 @@ class CausalLM:
     def _layer(self, checkpoint: PackedModel, index: int) -> DecoderLayer:
         prefix = f"model.layers.{index}."
 
-        def fused(*names: str) -> ops.RuntimeLinear:
-            return ops.fuse_linears([checkpoint.linear(prefix + name) for name in names], self.device, self.act)
+        def fused(*names: str) -> Any:
+            return self.ops.fuse_linears([checkpoint.linear(prefix + name) for name in names], self.device, self.act)
 
         def norm(name: str) -> Tensor:
             return self._float(checkpoint.tensor(prefix + name))
@@ -142,7 +162,7 @@ class CausalLM:
             window=self.config.sliding_windows[index],
         )
 
-    def linears(self) -> dict[str, ops.RuntimeLinear]:
+    def linears(self) -> dict[str, Any]:
         """Every launch of the GEMM in order of use: "model.layers.0.self_attn.qkv_proj", ..."""
         names = (("self_attn.qkv_proj", "qkv"), ("self_attn.o_proj", "o"), ("mlp.gate_up_proj", "gate_up"),
                  ("mlp.down_proj", "down"))  # fmt: skip
@@ -154,7 +174,7 @@ class CausalLM:
 
     def paths(self) -> dict[str, str]:
         """What multiplies each linear: "model.layers.0.self_attn.qkv_proj" -> "reference-cpu"."""
-        return {name: ops.path_of(linear) for name, linear in self.linears().items()}
+        return {name: linear.path for name, linear in self.linears().items()}
 
     def kv_layout(self) -> KVPageLayout:
         config = self.config
@@ -174,22 +194,22 @@ class CausalLM:
         residual = self.embedding[input_ids]
         update: Tensor | None = None
         for layer, pages in zip(self.layers, cache.pages, strict=True):
-            residual, activation = ops.rmsnorm_quantize(
+            residual, activation = self.ops.rmsnorm_quantize(
                 residual, update, layer.input_norm, config.rms_norm_eps, layer.qkv
             )
-            q, k, v = torch.split(ops.linear_forward(activation, layer.qkv), list(layer.qkv.out_sizes), dim=1)
+            q, k, v = torch.split(self.ops.linear_forward(activation, layer.qkv), list(layer.qkv.out_sizes), dim=1)
             q, k, v = (heads.reshape(heads.shape[0], -1, config.head_dim) for heads in (q, k, v))
             if layer.q_norm is not None and layer.k_norm is not None:
                 q, k = rms_norm(q, layer.q_norm, config.rms_norm_eps), rms_norm(k, layer.k_norm, config.rms_norm_eps)
             q, k = prepare_qk(q, k, cos, sin, layer.k_mean, self.use_qk_hadamard)
             kv_write(k, v, pages, slots, cache.layout, sink_slots)
             attended = kv_attention(q, pages, batch, cache.layout, config.head_dim**-0.5, layer.window)
-            update = ops.linear_forward(ops.quantize_activation(attended.flatten(1).to(self.dtype), layer.o), layer.o)
-            residual, activation = ops.rmsnorm_quantize(
+            update = self.ops.linear_forward(self.ops.quantize_activation(attended.flatten(1).to(self.dtype), layer.o), layer.o)
+            residual, activation = self.ops.rmsnorm_quantize(
                 residual, update, layer.post_attention_norm, config.rms_norm_eps, layer.gate_up
             )
-            activation = ops.silu_mul_quantize(ops.linear_forward(activation, layer.gate_up), layer.down)
-            update = ops.linear_forward(activation, layer.down)
+            activation = self.ops.silu_mul_quantize(self.ops.linear_forward(activation, layer.gate_up), layer.down)
+            update = self.ops.linear_forward(activation, layer.down)
         assert update is not None
         return rms_norm(residual + update, self.final_norm, config.rms_norm_eps)
 

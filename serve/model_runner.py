@@ -129,7 +129,7 @@ class ModelRunner:
                 shape=f"{linear.layout.out_features} x {linear.layout.in_features}",
                 weight_bits=_bits(linear.layout, "weight_bits"),
                 act_bits=_bits(linear.layout, "act_bits"),
-                kernel=ops.path_of(linear),
+                kernel=linear.path,
             )
             for name, linear in self.model.linears().items()
         ]
