@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import IO, Final, Literal
 
 from w4a4.configs.aliases import HubModel, PackagedModel, known_models, nearest_aliases
-from w4a4.configs.architecture import refuse_unsupported
+from w4a4.configs.architecture import ModelConfig, refuse_unpackable
 from w4a4.configs.errors import CheckpointError, NotFoundError, ResourceError, UsageError
 
 logger = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ def locate(name: str, *, offline: bool = False, revision: str | None = None) -> 
 
     Raises:
         NotFoundError: nothing there, gated, or not cached and no network; the hint says what to type where.
-        UnsupportedError: a hub model whose config.json names something that is not supported (no weight is fetched).
+        UnsupportedError: a hub model that its config.json says we cannot run or pack (no weight is fetched).
         CheckpointError: what was fetched is not what was pinned.
         ResourceError: the disk is too small.
     """
@@ -229,7 +229,7 @@ def _download_snapshot(repo: str, revision: str, hint: str) -> Location:
         if commit != revision:
             logger.info("%s @ %s is commit %s; name it with @%s to pin it", repo, revision, commit, commit)
         config = Path(hf_hub_download(repo, "config.json", revision=commit))
-        refuse_unsupported(json.loads(config.read_text(encoding="utf-8")))
+        refuse_unpackable(ModelConfig.from_hf(json.loads(config.read_text(encoding="utf-8"))))
         needed = sum(file.size or 0 for file in info.siblings or () if file.rfilename.endswith(".safetensors"))
         _check_room(config.parent, needed, repo)
         logger.info("fetching %s @ %s (%.1f GB)", repo, commit, needed / 1e9)

@@ -41,25 +41,11 @@ class ChannelPermutation:
         if not torch.equal(slice_of, _slice_of_stored(self.widths, self.tp_max)):
             raise CheckpointError(f"permutation of {channels} channels is not block-diagonal over {self.tp_max} slices")
 
-    @property
-    def is_identity(self) -> bool:
-        return bool(torch.equal(self.order.long(), torch.arange(self.order.shape[0])))
-
-    @property
-    def inverse(self) -> Tensor:
-        """int64 [K]: where input channel i is stored."""
-        return torch.argsort(self.order.long())
-
     def slice(self, rank: int) -> Tensor:
         """int64 [K / tp_max]: the channels of rank `rank` in stored order, counted within its slice of the input."""
         width = self.order.shape[0] // self.tp_max
         mine = _slice_of_stored(self.widths, self.tp_max) == rank
         return self.order.long()[mine] - rank * width
-
-
-def identity_permutation(channels: int) -> ChannelPermutation:
-    """Input channels as they come, one segment."""
-    return ChannelPermutation(torch.arange(channels, dtype=torch.int32), (channels,))
 
 
 def magnitude_permutation(magnitude: Tensor, widths: Sequence[int], tp_max: int = 1) -> ChannelPermutation:

@@ -10,11 +10,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from w4a4.configs.errors import CheckpointError, UnsupportedError, UsageError
-from w4a4.kernels.layout import Segment
 
 BLOCK_SIZE = 128
 _MIN_BLOCK_SIZE = 8  # eight int4 codes fill one packed word
@@ -63,11 +61,6 @@ class PrecisionMap:
         """Channels of each segment that is not empty, in stored order."""
         return tuple(self.width(bits) for bits in (4, 8, 16) if self.width(bits))
 
-    def segments(self, high_weight_bits: int = 8, unquantized_weight_bits: int = 16) -> tuple[Segment, ...]:
-        """Segments in stored order, with the weight bits of those that run at 8 and at 16 bits."""
-        weight_bits = {4: 4, 8: high_weight_bits, 16: unquantized_weight_bits}
-        return tuple(Segment(self.width(bits), bits, weight_bits[bits]) for bits in (4, 8, 16) if self.width(bits))
-
 
 def uniform_map(channels: int, bits: int) -> PrecisionMap:
     """Every block at `bits`."""
@@ -102,11 +95,15 @@ def outlier_map(magnitude: Tensor, threshold: float, budget: float, tp_max: int 
     """
     channels = magnitude.shape[0]
     size = block_size_of(channels)
-    blocks = channels // size
     outliers = outlier_channels(magnitude.cpu(), threshold).view(tp_max, -1).sum(1)
-    needed = math.ceil(int(outliers.max()) / (size / tp_max)) if bool(outliers.any()) else 0
-    allowed = max(1, int(budget * blocks)) if budget > 0 else 0
-    return shared_map(channels, min(needed, allowed) * size)
+    needed = math.ceil(int(outliers.max()) / (size / tp_max)) * size
+    return shared_map(channels, min(needed, widest_share(channels, budget)))
+
+
+def widest_share(channels: int, budget: float) -> int:
+    """Channels that may run at 8 bits: whole blocks within a `budget` in [0, 1], at least one if it is above zero."""
+    size = block_size_of(channels)
+    return max(1, int(budget * (channels // size))) * size if budget > 0 else 0
 
 
 def outlier_column_map(channels: int, outliers: int, base_bits: int = 4) -> PrecisionMap:
@@ -136,15 +133,3 @@ def promote(gains: Mapping[str, float], macs: Mapping[str, int], budget: int) ->
             chosen.append(name)
             spent += macs[name]
     return chosen
-
-
-def average_bits(maps: Mapping[str, PrecisionMap], rows: Mapping[str, int]) -> float:
-    """Mean activation bits of a set of linears, weighted by their MACs (`rows`: N per linear)."""
-    total = sum(rows[name] * maps[name].channels for name in maps)
-    weighted = sum(rows[name] * bits * maps[name].block_size for name in maps for bits in maps[name].bits)
-    return weighted / total if total else 0.0
-
-
-def block_precision(precision_map: PrecisionMap) -> Tensor:
-    """The checkpoint's `.block_precision`: uint8 [K / block]."""
-    return torch.tensor(precision_map.bits, dtype=torch.uint8)

@@ -19,6 +19,10 @@ SUPPORTED_TEXT: Final = (
 )
 ROPE_TYPES: Final = ("default", "linear", "dynamic", "llama3", "yarn")
 
+HEAD_DIMS: Final = (64, 128, 256)  # of KV pages
+CHANNEL_MULTIPLE: Final = 64  # of every linear's input width: the narrowest block of one precision
+MAX_CHANNELS: Final = 32768  # that the GPU's quantise kernels take
+
 _HINT: Final = f"supported: {SUPPORTED_TEXT}"
 _EXPERT_KEYS: Final = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts", "num_experts_per_tok")
 _MODALITY_KEYS: Final = ("vision_config", "text_config", "audio_config", "vision_tower", "mm_vision_tower")
@@ -174,6 +178,19 @@ def refuse_unsupported(config: Mapping[str, Any]) -> None:
     activation = config.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise UnsupportedError(f"activation {activation!r} is not supported (hidden_act in config.json)", _HINT)
+
+
+def refuse_unpackable(config: ModelConfig) -> None:
+    """Raise UnsupportedError when a supported architecture has a size that a packed model cannot run with."""
+    hint = (
+        f"packed models need a head_dim of {', '.join(map(str, HEAD_DIMS))} and widths that are multiples of "
+        f"{CHANNEL_MULTIPLE} up to {MAX_CHANNELS}"
+    )
+    if config.head_dim not in HEAD_DIMS:
+        raise UnsupportedError(f"head_dim {config.head_dim} is not supported", hint)
+    for name, (_, width) in config.linear_shapes().items():
+        if width % CHANNEL_MULTIPLE or width > MAX_CHANNELS:
+            raise UnsupportedError(f"{name} has an input width of {width}, which is not supported", hint)
 
 
 def quantization_method(config: Mapping[str, Any]) -> str | None:

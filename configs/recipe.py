@@ -48,7 +48,7 @@ class Recipe:
     act_symmetric: bool = True  # False: QUIK's asymmetric 4-bit activations
     high_weight_bits: int = 8  # of channels whose activations run at 8 bits: 4 as in COMET, or 8
     high_share: float = 0.0  # share of input channels at 8 bits before any promotion
-    budget: float = 0.0  # greatest share of the MACs that may run at 8 bits
+    budget: float = 0.0  # share of the MACs that may run at 8 bits: of every linear (FMPQ), of the model (dual)
     outlier_share: float = 0.0  # outlier columns kept in 16 bits (QUIK: 256 of 4,096)
     down_bits: int = 0  # weight and activation bits of down_proj where it is treated apart (QUIK: 8); 0: as the rest
     rounding: str = "gptq"
@@ -58,7 +58,7 @@ class Recipe:
     clip_search: bool = False  # 4-bit activation clip (c, beta) from calibration instead of absmax
     residual_basis: bool = False  # rotate the residual stream into its principal axes (ResQ)
     value_hadamard: bool = False  # Hadamard per kv-head between v_proj and o_proj (QuaRot)
-    down_hadamard: int = 1  # block of the online Hadamard in front of down_proj
+    down_hadamard: int = 1  # block of the online Hadamard in front of down_proj, or less where its width asks for it
     key_scaling: bool = False  # balance q and k per RoPE pair
     kv_bits: int = 4
     kv_hadamard: bool = False  # Hadamard on q and k after RoPE (QuaRot)
@@ -159,7 +159,8 @@ def load_recipe(name_or_path: str, overrides: Mapping[str, Any] | None = None) -
         if base not in recipe_names():
             raise UsageError(f"recipe {name_or_path}: base must be a shipped recipe, got {base!r}",
                              "give one of: " + ", ".join(recipe_names()))  # fmt: skip
-        return replace(load_recipe(base), **({"name": path.stem} | data))
+        changes: dict[str, Any] = {"name": path.stem, **data}
+        return replace(load_recipe(base), **changes)
     missing = [key for key in ("name", "summary", "method") if key not in data]
     if missing:
         raise UsageError(f"recipe {name_or_path}: missing {', '.join(missing)}", "or name a shipped recipe as `base:`")

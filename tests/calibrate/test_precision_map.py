@@ -3,8 +3,6 @@ import torch
 
 from w4a4.calibrate.precision_map import (
     PrecisionMap,
-    average_bits,
-    block_precision,
     block_size_of,
     outlier_channels,
     outlier_column_map,
@@ -12,9 +10,9 @@ from w4a4.calibrate.precision_map import (
     promote,
     shared_map,
     uniform_map,
+    widest_share,
 )
 from w4a4.configs.errors import CheckpointError, UnsupportedError, UsageError
-from w4a4.kernels.layout import Segment
 
 
 @pytest.mark.parametrize(("channels", "size"), [(4096, 128), (896, 128), (576, 64), (1536, 128), (96, 32), (8, 8)])
@@ -22,15 +20,13 @@ def test_block_size(channels: int, size: int) -> None:
     assert block_size_of(channels) == size
 
 
-def test_widths_and_segments() -> None:
+def test_widths() -> None:
     precision = PrecisionMap(64, (4, 4, 4, 8, 16))
     assert precision.channels == 320
     assert precision.widths == (192, 64, 64)
-    assert precision.segments() == (Segment(192, 4, 4), Segment(64, 8, 8), Segment(64, 16, 16))
-    assert precision.segments(high_weight_bits=4)[1] == Segment(64, 8, 4)
-    assert uniform_map(256, 16).segments(unquantized_weight_bits=4) == (Segment(256, 16, 4),)
-    assert block_precision(precision).tolist() == [4, 4, 4, 8, 16]
-    assert block_precision(precision).dtype == torch.uint8
+    assert [precision.width(bits) for bits in (4, 8, 16)] == [192, 64, 64]
+    assert uniform_map(256, 8).widths == (256,)
+    assert uniform_map(256, 8).width(4) == 0
 
 
 def test_outliers_fill_as_few_blocks_as_they_can() -> None:
@@ -43,6 +39,13 @@ def test_outliers_fill_as_few_blocks_as_they_can() -> None:
     assert outlier_map(magnitude, 6, budget=0.2).bits == (4,) * 7 + (8,)
     assert outlier_map(magnitude, 30, budget=0.5).bits == (4,) * 8
     assert outlier_map(magnitude, 6, budget=0).bits == (4,) * 8
+
+
+def test_a_budget_counts_whole_blocks() -> None:
+    assert [widest_share(1024, budget) for budget in (0.0, 0.01, 0.2, 0.25, 1.0)] == [0, 128, 128, 256, 1024]
+    assert widest_share(576, 0.2) == 64
+    everywhere = torch.arange(1.0, 1025)
+    assert outlier_map(everywhere, 0.5, budget=0.25).width(8) == widest_share(1024, 0.25)
 
 
 def test_slices_hold_their_own_outliers() -> None:
@@ -78,11 +81,6 @@ def test_promotion_buys_the_most_error_per_mac_that_fits() -> None:
     assert promote(gains, macs, 130) == ["b", "e", "c"]  # a no longer fits once e is bought
     assert promote(gains, macs, 1000) == ["b", "e", "a", "c"]
     assert promote(gains, macs, 0) == []
-
-
-def test_average_bits_count_macs() -> None:
-    maps = {"a": uniform_map(256, 4), "b": shared_map(256, 128)}
-    assert average_bits(maps, {"a": 10, "b": 30}) == pytest.approx((10 * 4 + 30 * 6) / 40)
 
 
 def test_bad_input_is_named() -> None:

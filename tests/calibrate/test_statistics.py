@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from w4a4.calibrate.source import Source, open_source
+from w4a4.calibrate.source import open_source
 from w4a4.calibrate.statistics import (
     POINTS,
     SINK_TOKENS,

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from w4a4.configs.architecture import ModelConfig, refuse_unsupported
+from w4a4.configs.architecture import ModelConfig, refuse_unpackable, refuse_unsupported
 from w4a4.configs.errors import CheckpointError, UnsupportedError
 
 LLAMA: dict[str, Any] = {
@@ -134,3 +134,26 @@ def test_float_weights_declared_as_no_quantisation_pass() -> None:
 def test_configs_that_make_no_sense_are_corrupt(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(CheckpointError, match=said):
         ModelConfig.from_hf({**LLAMA, **changes})
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_sizes_that_can_be_packed(head_dim: int) -> None:
+    sizes = {"head_dim": head_dim, "hidden_size": 576, "intermediate_size": 1536}
+    refuse_unpackable(ModelConfig.from_hf({**LLAMA, **sizes}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"head_dim": 80}, "head_dim 80 is not supported"),
+        ({"head_dim": 32}, "head_dim 32 is not supported"),
+        ({"hidden_size": 4000, "head_dim": 128}, "q_proj has an input width of 4000"),
+        ({"intermediate_size": 11040, "head_dim": 128}, "down_proj has an input width of 11040"),
+        ({"intermediate_size": 53248, "head_dim": 128}, "down_proj has an input width of 53248"),
+    ],
+)
+def test_sizes_that_cannot_be_packed_are_refused(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(UnsupportedError, match=said) as refused:
+        refuse_unpackable(ModelConfig.from_hf({**LLAMA, **changes}))
+    assert refused.value.exit_code == 4
+    assert "head_dim of 64, 128, 256" in refused.value.hint

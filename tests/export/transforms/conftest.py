@@ -27,7 +27,6 @@ class MiniModel:
     embedding: Tensor = field(default_factory=lambda: torch.empty(0))
     final_gain: Tensor = field(default_factory=lambda: torch.empty(0))
     lm_head: Tensor = field(default_factory=lambda: torch.empty(0))
-    down_input: Callable[[Tensor], Tensor] = lambda x: x
     seen: dict[str, Tensor] = field(default_factory=dict)  # of the last layer: post-RoPE q, k, then v, o, h
 
     def __post_init__(self) -> None:
@@ -89,7 +88,7 @@ class MiniModel:
         gate = torch.nn.functional.silu(_linear(layer, "mlp.gate_proj", x))
         inner = gate * _linear(layer, "mlp.up_proj", x)
         self.seen["h"] = inner
-        return _linear(layer, "mlp.down_proj", self.down_input(inner))
+        return _linear(layer, "mlp.down_proj", inner)
 
     def apply(self, fold: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> None:
         self.layers = [fold(layer) for layer in self.layers]

@@ -1,9 +1,7 @@
 import pytest
 import torch
 
-from w4a4.configs.errors import UsageError
-from w4a4.export.transforms.ffn_order import channel_order, fold_block_hadamard, fold_channel_order
-from w4a4.kernels.reference import block_hadamard
+from w4a4.export.transforms.ffn_order import channel_order, fold_channel_order
 
 TOLERANCE = 1e-4
 
@@ -14,8 +12,7 @@ def test_logits_do_not_change(mini_model, tokens, has_bias: bool) -> None:
     before = model.logits(tokens)
     inner = model.seen["h"]
     order = channel_order(inner.square().mean(0), model.layers[-1]["mlp.down_proj.weight"])
-    model.apply(lambda layer: fold_block_hadamard(fold_channel_order(layer, order), 32))
-    model.down_input = lambda x: block_hadamard(x, 32)
+    model.apply(lambda layer: fold_channel_order(layer, order))
     assert (model.logits(tokens) - before).abs().max() < TOLERANCE
     torch.testing.assert_close(model.seen["h"], inner[:, order], atol=1e-5, rtol=0)
 
@@ -24,8 +21,3 @@ def test_the_strongest_share_of_the_output_is_last() -> None:
     energy = torch.tensor([4.0, 1.0, 1.0, 0.0])
     weight = torch.tensor([[1.0, 1.0, 3.0, 100.0]])
     assert channel_order(energy, weight).tolist() == [3, 1, 0, 2]
-
-
-def test_blocks_must_fit(mini_model) -> None:
-    with pytest.raises(UsageError, match="96 inputs are not a multiple of the Hadamard block 64"):
-        fold_block_hadamard(mini_model().layers[0], 64)
