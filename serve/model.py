@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -63,11 +64,32 @@ class KVCache:
         self, block_tables: Tensor, query_start: Tensor, context_lengths: Tensor, sink_slots: Tensor | None
     ) -> KVBatch:
         """The step's indices as the KV kernels want them; `sink_slots` int [B] is ignored where there are no sinks."""
-        sinks = None
-        if self.layout.num_sinks:
-            assert sink_slots is not None
-            sinks = sink_slots + self.num_pages
-        return KVBatch(block_tables, query_start, context_lengths, sinks)
+        return KVBatch(block_tables, query_start, context_lengths, self._sink_pages(sink_slots))
+
+    def decode_batch(self, block_tables: Tensor, context_lengths: Tensor, sink_slots: Tensor | None) -> DecodeBatch:
+        """The same for a step in which every sequence has one new token, or none (context length 0: padding)."""
+        device = context_lengths.device
+        starts = torch.arange(context_lengths.shape[0] + 1, dtype=torch.int32, device=device)
+        return DecodeBatch(block_tables, starts, context_lengths, self._sink_pages(sink_slots))
+
+    def _sink_pages(self, sink_slots: Tensor | None) -> Tensor | None:
+        if not self.layout.num_sinks:
+            return None
+        assert sink_slots is not None
+        return sink_slots + self.num_pages
+
+
+@dataclass(frozen=True)
+class DecodeBatch(KVBatch):
+    """A step in which every sequence has one new token: its indices are computed on the device, without a wait."""
+
+    @cached_property
+    def rows(self) -> Tensor:
+        return torch.arange(self.context_lengths.shape[0], device=self.context_lengths.device)
+
+    @cached_property
+    def positions(self) -> Tensor:
+        return self.context_lengths.long() - 1
 
 
 @dataclass(frozen=True)
@@ -204,7 +226,8 @@ class CausalLM:
             q, k = prepare_qk(q, k, cos, sin, layer.k_mean, self.use_qk_hadamard)
             kv_write(k, v, pages, slots, cache.layout, sink_slots)
             attended = kv_attention(q, pages, batch, cache.layout, config.head_dim**-0.5, layer.window)
-            update = self.ops.linear_forward(self.ops.quantize_activation(attended.flatten(1).to(self.dtype), layer.o), layer.o)
+            activation = self.ops.quantize_activation(attended.flatten(1).to(self.dtype), layer.o)
+            update = self.ops.linear_forward(activation, layer.o)
             residual, activation = self.ops.rmsnorm_quantize(
                 residual, update, layer.post_attention_norm, config.rms_norm_eps, layer.gate_up
             )
