@@ -19,6 +19,7 @@ from w4a4.export.transforms.norm_gain import fold_final_norm, fold_norm_gains
 from w4a4.export.transforms.residual_basis import residual_basis, rotate_layer, rotate_rows
 from w4a4.export.transforms.value_hadamard import fold_value_hadamard, head_energy
 from w4a4.export.transforms.value_mean import fold_value_mean
+from w4a4.kernels.layout import LinearLayout
 from w4a4.kernels.reference import block_hadamard
 
 BLOCK = 128
@@ -34,15 +35,32 @@ def high_width(width: int, share: float, multiple: int = BLOCK) -> int:
     return max(multiple, int(share * width) // multiple * multiple)
 
 
+def dual_layouts(config: ModelConfig, recipe: Recipe) -> dict[str, LinearLayout]:
+    """The segments of a layer's linears by short name, alike in all layers before any promotion."""
+    share = recipe.high_share
+    high = dict.fromkeys(config.linear_shapes(), high_width(config.hidden_size, share))
+    high["self_attn.o_proj"] = high_width(config.q_size, share, max(BLOCK // config.head_dim, 1) * config.head_dim)
+    high["mlp.down_proj"] = high_width(config.intermediate_size, share)
+    return {
+        name: make_layout(
+            rows,
+            [(columns - high[name], 4, 4), (high[name], 8, recipe.high_weight_bits)],
+            recipe,
+            hadamard=recipe.down_hadamard if name == "mlp.down_proj" else 1,
+        )
+        for name, (rows, columns) in config.linear_shapes().items()
+    }
+
+
 class DualTransform:
     """The transforms of one model under one recipe. Holds the residual basis [H, H]; layers come and go."""
 
     def __init__(self, config: ModelConfig, recipe: Recipe, stats: CalibrationStats) -> None:
         self.config, self.recipe, self.stats = config, recipe, stats
-        self.hidden_high = high_width(config.hidden_size, recipe.high_share)
         self.basis: Tensor | None = None
         if recipe.residual_basis:
-            self.basis = residual_basis(stats.residual_covariance, self.hidden_high, recipe.seed)
+            high = high_width(config.hidden_size, recipe.high_share)
+            self.basis = residual_basis(stats.residual_covariance, high, recipe.seed)
 
     def embedding(self, table: Tensor) -> Tensor:
         """The embedding [V, H] in the residual basis."""
@@ -88,18 +106,10 @@ class DualTransform:
         return weights, extra, self._plan(head_weight)
 
     def _plan(self, head_weight: Tensor) -> LayerPlan:
-        config, recipe = self.config, self.recipe
-        heads = max(BLOCK // config.head_dim, 1) * config.head_dim
-        o_high = high_width(config.q_size, recipe.high_share, heads)
         ranking = torch.argsort(head_weight, stable=True)
-        lanes = torch.arange(config.head_dim, device=ranking.device)
-        o_perm = (ranking[:, None] * config.head_dim + lanes).flatten()
-        down_high = high_width(config.intermediate_size, recipe.high_share)
-        plan: dict[str, LinearPlan] = {}
-        for name, (rows, columns) in config.linear_shapes().items():
-            high = {"self_attn.o_proj": o_high, "mlp.down_proj": down_high}.get(name, self.hidden_high)
-            segments = [(columns - high, 4, 4), (high, 8, recipe.high_weight_bits)]
-            hadamard = recipe.down_hadamard if name == "mlp.down_proj" else 1
-            layout = make_layout(rows, segments, recipe, hadamard=hadamard)
-            plan[name] = LinearPlan(layout, o_perm if name == "self_attn.o_proj" and o_high else None)
-        return plan
+        lanes = torch.arange(self.config.head_dim, device=ranking.device)
+        by_head = (ranking[:, None] * self.config.head_dim + lanes).flatten()
+        return {
+            name: LinearPlan(layout, by_head if name == "self_attn.o_proj" and len(layout.segments) > 1 else None)
+            for name, layout in dual_layouts(self.config, self.recipe).items()
+        }

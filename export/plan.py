@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from w4a4.configs.architecture import ModelConfig, refuse_unpackable
+from w4a4.configs.errors import UsageError
 from w4a4.configs.recipe import Recipe
 from w4a4.kernels.layout import LinearLayout, Segment
 from w4a4.kernels.reference import block_hadamard
@@ -38,6 +41,23 @@ class LinearPlan:
 
 LayerPlan = Mapping[str, LinearPlan]
 """By short name, "self_attn.q_proj"."""
+
+
+def fit_recipe(recipe: Recipe, config: ModelConfig) -> Recipe:
+    """`recipe` for a model of shape `config`: the Hadamard before down_proj at the largest block that divides its input.
+
+    Raises:
+        UnsupportedError: sizes that a packed model cannot run with.
+        UsageError: a group size that does not divide every input.
+    """
+    refuse_unpackable(config)
+    for name, (_, width) in config.linear_shapes().items():
+        if recipe.group_size and width % recipe.group_size:
+            raise UsageError(
+                f"recipe {recipe.name}: group_size {recipe.group_size} does not divide the {width} inputs of {name}",
+                "set group_size: 64, or 0 for one scale per row",
+            )
+    return replace(recipe, down_hadamard=math.gcd(recipe.down_hadamard, config.intermediate_size))
 
 
 def make_layout(
