@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 @click.command(
     "generate",
-    help="Continue PROMPT with the packed checkpoint in DIR (default: the newest one), streaming. PROMPT - is read from "
-    "standard input.",
+    help="Continue PROMPT with the packed checkpoint in DIR (default: the newest one), streaming. PROMPT - is read "
+    "from standard input.",
 )
 @click.argument("arguments", metavar="[DIR] PROMPT", nargs=-1, required=True)
 @option("--max-tokens", type=click.IntRange(min=1), default=128, help="Stop after this many new tokens.")
