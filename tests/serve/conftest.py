@@ -9,16 +9,20 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 from fake_runner import FakeRunner  # noqa: E402
 from live_server import LiveServer  # noqa: E402
+from tiny_packed import write_packed  # noqa: E402
 
 from w4a4.serve.engine import Engine, EngineConfig  # noqa: E402
 from w4a4.serve.request import Output, Request, SamplingParams  # noqa: E402
 
 EOS = 257
+
+torch.set_num_threads(1)  # rows of 300 logits: more threads only wait for each other
 
 
 def decode_bytes(ids: list[int], skip_special: bool) -> str:
@@ -131,3 +135,20 @@ def start_server() -> Iterator[Callable[..., LiveServer]]:
     yield start
     for live in started:
         live.stop()
+
+
+PackedFolder = Callable[..., Path]
+
+
+@pytest.fixture(scope="session")
+def packed_folder(tmp_path_factory: pytest.TempPathFactory) -> PackedFolder:
+    """`packed_folder("qwen3", "dual", sink_tokens=0)`: a tiny checkpoint, made once; beside it stands its `source`."""
+    made: dict[tuple[object, ...], Path] = {}
+
+    def make(kind: str, recipe: str = "dual", **overrides: object) -> Path:
+        key = (kind, recipe, *sorted(overrides.items()))
+        if key not in made:
+            made[key] = write_packed(tmp_path_factory.mktemp("packed"), kind, recipe, **overrides)
+        return made[key]
+
+    return make
