@@ -78,12 +78,16 @@ def command(
     from w4a4.calibrate.statistics import load_statistics
     from w4a4.cli.device import choose_device
     from w4a4.configs.recipe import load_recipe
+    from w4a4.export.plan import fit_recipe
 
     if fail_if_ppl_above is not None and not gate_tokens:
         raise UsageError("--fail-if-ppl-above needs text to score", "leave out --gate-tokens 0")
     chosen = load_recipe(recipe, recipe_overrides(overrides, kv))
     source = open_source(model, offline=offline, revision=revision)
+    chosen = fit_recipe(chosen, source.config)
     target = output or Path(f"{model_stem(model)}-w4a4")
+    if not dry_run and target.exists() and (target.is_file() or any(target.iterdir())):
+        raise UsageError(f"the output {target} exists", f"choose another folder with -o, or remove it: rm -r {target}")
     place = choose_device(device)
     stats = load_statistics(statistics) if statistics is not None else None
     if stats is not None:
@@ -91,14 +95,15 @@ def command(
     if dry_run or preflight:
         from w4a4.export.estimate import check_resources, estimate, measured_macs_per_second
 
-        needs = estimate(source.config, chosen, samples, seq, measured_macs_per_second(place))
+        needs = estimate(source.config, chosen, samples, seq, measured_macs_per_second(place), place)
         if dry_run:
             _show_plan(console, source, chosen, target, place, needs.to_json(), as_json)
             return
         check_resources(needs, target, place)
         console.say(
             f"{source.identity.name}: {source.config.num_layers} layers, recipe {chosen.name}, about "
-            f"{format_bytes(needs.peak_memory)} of memory and {needs.seconds / 60:.0f} min on {place}"
+            f"{format_bytes(max(needs.device_memory, needs.host_memory))} of memory and {needs.seconds / 60:.0f} min "
+            f"on {place}"
         )
     begin = time.monotonic()
     with StopSignals() as signals:
@@ -228,10 +233,17 @@ def _show_plan(
     needs: dict[str, float],
     as_json: bool,
 ) -> None:
+    from w4a4.export.estimate import planned_layouts
+
     identity, config = source.identity, source.config
-    linears = [
-        {"name": name, "N": rows, "K": columns, "weights": rows * columns}
-        for name, (rows, columns) in config.linear_shapes().items()
+    linears: list[dict[str, Any]] = [
+        {
+            "name": name,
+            "N": layout.out_features,
+            "K": layout.in_features,
+            "segments": [{"act_bits": s.act_bits, "weight_bits": s.weight_bits, "K": s.width} for s in layout.segments],
+        }
+        for name, layout in planned_layouts(config, recipe).items()
     ]
     if as_json:
         console.document(
@@ -244,12 +256,27 @@ def _show_plan(
     console.data(f"         {config.architecture}, {config.num_layers} layers, {config.num_parameters / 1e6:,.1f} M")
     console.data(f"recipe   {recipe.name}: {recipe.summary}")
     console.data(f"output   {target}\n")
-    rows = [(entry["name"], entry["N"], entry["K"], f"{entry['weights']:,}") for entry in linears]
-    console.table((f"linear, each of {config.num_layers} layers", "N", "K", "weights"), rows)
+    rows = [
+        (
+            entry["name"],
+            entry["N"],
+            entry["K"],
+            ", ".join(f"{s['K']} at {s['act_bits']} x {s['weight_bits']}" for s in entry["segments"]),
+        )
+        for entry in linears
+    ]
+    console.table(
+        (f"linear, each of {config.num_layers} layers", "N", "K", "channels at activation x weight bits"), rows
+    )
+    if recipe.method == "dual":
+        console.data(
+            f"besides, linears with the largest errors run wholly at 8 x 8 bits, up to {recipe.budget:.0%} of the MACs"
+        )
     console.data(f"\ntokens       {needs['tokens']:,}")
     console.data(f"checkpoint   about {format_bytes(needs['checkpoint_bytes'])}")
     console.data(f"disk         about {format_bytes(needs['disk'])} while it runs")
-    console.data(f"memory       about {format_bytes(needs['peak_memory'])} on {device}")
+    on_device = f" on {device}, {format_bytes(needs['device_memory'])}" if needs["device_memory"] else ""
+    console.data(f"memory       about {format_bytes(needs['host_memory'])}{on_device}")
     console.data(
         f"time         about {max(1, round(needs['seconds'] / 60))} min on {device}, by the speed measured now"
     )

@@ -1,7 +1,7 @@
-"""What a quantise run will need, told before any weight is read: memory, disk, time, and the table of layers.
+"""What a quantise run will need, told before any weight is read: memory, disk, time, and the layouts of a layer.
 
-Counts are exact; times come from the float32 GEMM rate measured on the spot, so they are estimates of minutes, not of
-seconds.
+Bytes are counted from shapes. Times come from the float32 GEMM rate measured on the spot, so they are estimates of
+minutes, not of seconds.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -17,75 +17,122 @@ import torch
 from w4a4.configs.architecture import ModelConfig
 from w4a4.configs.errors import ResourceError
 from w4a4.configs.recipe import Recipe
+from w4a4.export.dual import dual_layouts
+from w4a4.export.layer_quantizer import STAGES
+from w4a4.export.plan import fit_recipe
+from w4a4.export.published import published_layout
+from w4a4.kernels.layout import LinearLayout
 
 FLOAT = 4
 BF16 = 2
-RESERVE = 512 * 2**20  # interpreter, libraries, tokenizer
+RESERVE = 600 * 2**20  # interpreter, libraries, tokenizer
+SHARD = 5 * 10**9  # bytes that stand twice while shards are put together
 
 
 @dataclass(frozen=True)
 class Estimate:
     """Bytes, seconds and counts of one `quantize` run.
 
-    peak_memory: host bytes where `device` is a CPU, device bytes otherwise. host_memory: the residual stream and what else
-    stays on the host. disk: checkpoint, work folder and saved stream at their largest together.
+    checkpoint_bytes: at most; the linears with the most 8-bit channels that the recipe allows.
+    device_memory: on a GPU; 0 on a CPU. host_memory: everything else. disk: checkpoint, work folder and saved
+    stream at their largest together. macs: of calibration and quantisation. tokens: of calibration.
     """
 
     checkpoint_bytes: int
-    peak_memory: int
+    device_memory: int
     host_memory: int
     disk: int
     seconds: float
-    calibration_macs: int
+    macs: int
     tokens: int
 
     def to_json(self) -> dict[str, float]:
-        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return asdict(self)
 
 
-def estimate(config: ModelConfig, recipe: Recipe, samples: int, seq: int, macs_per_second: float) -> Estimate:
-    """The needs of quantising a model of shape `config` on `samples` windows of `seq` tokens."""
+def planned_layouts(config: ModelConfig, recipe: Recipe) -> dict[str, LinearLayout]:
+    """The layout of every linear of a layer by short name, before promotions and with all outliers that may be.
+
+    Raises:
+        UnsupportedError, UsageError: as `fit_recipe`.
+    """
+    recipe = fit_recipe(recipe, config)
+    if recipe.method == "dual":
+        return dual_layouts(config, recipe)
+    return {name: published_layout(name, shape, recipe) for name, shape in config.linear_shapes().items()}
+
+
+def estimate(
+    config: ModelConfig,
+    recipe: Recipe,
+    samples: int,
+    seq: int,
+    macs_per_second: float,
+    device: torch.device | str = "cpu",
+) -> Estimate:
+    """The needs of quantising a model of shape `config` on `samples` windows of `seq` tokens on `device`.
+
+    Raises:
+        UnsupportedError, UsageError: as `fit_recipe`.
+    """
+    layouts = planned_layouts(config, recipe)
     tokens = samples * seq
-    shapes = config.linear_shapes()
-    layer_params = sum(rows * columns for rows, columns in shapes.values())
     table = config.vocab_size * config.hidden_size
-    tables = table if config.tie_word_embeddings and recipe.method != "dual" else 2 * table
-    high = recipe.high_share if recipe.method == "dual" else recipe.budget if recipe.high_weight_bits == 8 else 0.0
-    weight_bits = recipe.weight_bits * (1 - high) + 8 * high + 16 * recipe.outlier_share
-    checkpoint = int(config.num_layers * layer_params * weight_bits / 8) + tables * BF16
+    checkpoint = _checkpoint_bytes(config, recipe, layouts, table)
 
-    widest = max(columns for _, columns in shapes.values())
     stream = tokens * config.hidden_size * FLOAT
-    hessian = widest * widest * FLOAT * (5 if recipe.rounding == "gptq" else 1)
-    largest = max(rows * columns for rows, columns in shapes.values())
-    activations = seq * (2 * config.intermediate_size + 4 * config.hidden_size) * FLOAT
-    scores = config.num_heads * seq * seq * FLOAT
-    layer = 2 * layer_params * FLOAT + 3 * largest * FLOAT + hessian + activations + scores
-    embedding = 3 * table * FLOAT
-    peak = max(layer + stream, embedding + stream)
-
-    forward = config.num_layers * tokens * (layer_params + seq * config.q_size)
-    moments = (
-        config.num_layers
-        * tokens
-        * sum(
-            columns * columns
-            for columns in (config.hidden_size, config.q_size, config.hidden_size, config.intermediate_size)
-        )
+    layer = _layer_memory(config, recipe, layouts, seq)
+    tables = table * FLOAT + (
+        table * BF16 if config.tie_word_embeddings and recipe.method != "dual" else 2 * table * BF16
     )
-    covariance = config.num_layers * tokens * 2 * config.hidden_size**2
-    feedback = config.num_layers * sum(rows * columns * columns // 2 for rows, columns in shapes.values())
-    # Calibration is one forward pass; quantising runs attention and feed-forward twice and the moments once.
-    macs = 3 * forward + moments + covariance + (feedback if recipe.rounding == "gptq" else 0)
+    on_gpu = torch.device(device).type == "cuda"
+    host = RESERVE + max(tables, stream + (table * FLOAT if on_gpu else max(table * FLOAT, layer)))
+
+    macs = _macs(config, recipe, layouts, tokens, seq)
     return Estimate(
         checkpoint_bytes=checkpoint,
-        peak_memory=peak + RESERVE,
-        host_memory=stream + embedding + RESERVE,
-        disk=checkpoint + min(checkpoint, 5 * 10**9) + 2 * stream,
+        device_memory=RESERVE + layer if on_gpu else 0,
+        host_memory=host,
+        disk=checkpoint + min(checkpoint, SHARD) + 2 * stream,
         seconds=macs / macs_per_second,
-        calibration_macs=macs,
+        macs=macs,
         tokens=tokens,
     )
+
+
+def _checkpoint_bytes(config: ModelConfig, recipe: Recipe, layouts: dict[str, LinearLayout], table: int) -> int:
+    """Bytes of tensors (codes, scales, orders, tables; not headers and side files)."""
+    bits = sum(part.out_features * s.width * s.weight_bits for part in layouts.values() for s in part.segments)
+    macs = sum(part.out_features * part.in_features for part in layouts.values())
+    if recipe.method == "dual":
+        wide = sum(part.out_features * s.width for part in layouts.values() for s in part.segments if s.act_bits > 4)
+        bits += int(max(0.0, recipe.budget * macs - wide)) * (recipe.high_weight_bits - recipe.weight_bits)
+    extras = sum(
+        FLOAT * (part.out_features * part.num_scales + part.in_features * (len(part.segments) > 1))
+        for part in layouts.values()
+    )
+    num_tables = 1 if config.tie_word_embeddings and recipe.method != "dual" else 2
+    return config.num_layers * (bits // 8 + extras + 2 * FLOAT * config.hidden_size) + num_tables * table * BF16
+
+
+def _layer_memory(config: ModelConfig, recipe: Recipe, layouts: dict[str, LinearLayout], seq: int) -> int:
+    """Bytes at the worst moment of one layer: its weights as read, transformed and rounded; GPTQ; one sequence."""
+    weights = sum(part.out_features * part.in_features for part in layouts.values())
+    stages = [(sum(layouts[name].out_features for name in stage), layouts[stage[0]].in_features) for stage in STAGES]
+    copies = (4, 5) if recipe.rounding == "gptq" else (2, 1)  # of a stage's weights, of its Hessian
+    rounding = max(copies[0] * rows * columns + copies[1] * columns**2 for rows, columns in stages)
+    activations = seq * (4 * config.intermediate_size + 6 * config.hidden_size) + config.num_heads * seq * seq
+    return FLOAT * (3 * weights + rounding + activations)
+
+
+def _macs(config: ModelConfig, recipe: Recipe, layouts: dict[str, LinearLayout], tokens: int, seq: int) -> int:
+    """Calibration is one forward pass; quantising runs attention and feed-forward twice, and the moments once."""
+    weights = sum(part.out_features * part.in_features for part in layouts.values())
+    forward = tokens * (weights + seq * config.q_size)
+    moments = tokens * sum(layouts[stage[0]].in_features ** 2 for stage in STAGES)
+    covariance = tokens * 2 * config.hidden_size**2
+    feedback = sum(part.out_features * part.in_features**2 // 2 for part in layouts.values())
+    return config.num_layers * (3 * forward + moments + covariance + (feedback if recipe.rounding == "gptq" else 0))
 
 
 def measured_macs_per_second(device: torch.device | str = "cpu") -> float:
@@ -102,16 +149,18 @@ def measured_macs_per_second(device: torch.device | str = "cpu") -> float:
 
 def check_resources(needs: Estimate, output: Path, device: torch.device | str = "cpu") -> None:
     """Refuse a run that cannot finish. Raises ResourceError naming need, have and the flag to change."""
-    available = available_memory(device)
-    if needs.peak_memory > available:
-        raise ResourceError(
-            f"quantising needs about {_gib(needs.peak_memory)} of memory on {device}, {_gib(available)} are free",
-            "lower --samples or --seq, or free memory; --no-preflight tries all the same",
-        )
+    on_gpu = torch.device(device).type == "cuda"
+    for place, need in ((device, needs.device_memory),) * on_gpu + (("cpu", needs.host_memory),):
+        available = available_memory(place)
+        if need > available:
+            raise ResourceError(
+                f"quantising needs about {_gib(need)} of memory on {place}, {_gib(available)} are free",
+                "lower --samples or --seq, or free memory; --no-preflight tries all the same",
+            )
     folder = output.absolute().parent
     while not folder.exists():
         folder = folder.parent
-    free = shutil.disk_usage(folder).free
+    free = shutil.disk_usage(folder).free + _bytes_below(output.absolute().parent / f".{output.name}.w4a4-work")
     if needs.disk > free:
         raise ResourceError(
             f"quantising needs about {_gib(needs.disk)} of disk under {folder}, {_gib(free)} are free",
@@ -129,10 +178,17 @@ def available_memory(device: torch.device | str = "cpu") -> int:
         for line in meminfo.read_text().splitlines():
             if line.startswith("MemAvailable:"):
                 available = int(line.split()[1]) * 1024
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if limit.exists() and used.exists() and (text := limit.read_text().strip()) != "max":
-        available = min(available, int(text) - int(used.read_text()))
+    group = Path("/sys/fs/cgroup")
+    if (group / "memory.max").exists() and (limit := (group / "memory.max").read_text().strip()) != "max":
+        facts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        used = int((group / "memory.current").read_text()) - int(facts["inactive_file"])
+        available = min(available, int(limit) - used)
     return available
+
+
+def _bytes_below(folder: Path) -> int:
+    """What an interrupted run left and the next one does not need again."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def _gib(size: int) -> str:

@@ -7,8 +7,10 @@ and gives the same bytes.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -25,14 +27,17 @@ from w4a4.export.checkpoint import FORMAT_VERSION, open_checkpoint
 from w4a4.export.dual import DualTransform
 from w4a4.export.layer_quantizer import STAGES, quantize_layer
 from w4a4.export.model_card import model_card
-from w4a4.export.plan import LayerPlan
+from w4a4.export.plan import LayerPlan, fit_recipe
 from w4a4.export.promotion import promotions
 from w4a4.export.published import IdentityTransform
 from w4a4.export.summary import summarize_checkpoint
 from w4a4.export.writer import CheckpointWriter
 
+logger = logging.getLogger(__name__)
+
 PROBE_SEQUENCES = 2
 PROBE_LENGTH = 1024
+TABLE_ROWS = 8192  # of an embedding transformed at a time
 
 
 @dataclass(frozen=True)
@@ -53,7 +58,7 @@ def _ignore(_report: LayerReport) -> None:
 class Callbacks:
     """How a run speaks to whoever started it.
 
-    on_layer: called after each commit. should_stop: polled after each commit. quality: measures the assembled
+    on_layer: called after each commit. should_stop: polled before and after each layer. quality: measures the assembled
     checkpoint folder before it is published; what it returns goes into manifest and model card, and what it raises
     keeps the checkpoint from being published.
     """
@@ -75,11 +80,12 @@ def quantize(
 
     Raises:
         UsageError: statistics of another model; an output that exists or belongs to another run.
+        UnsupportedError: sizes that a packed model cannot run with.
         StoppedError: `should_stop` said so; the same call resumes.
         NumericsError, ResourceError: see the parts.
     """
+    recipe = fit_recipe(recipe, source.config)
     _check_statistics(source, stats)
-    run = _Run(source, stats, recipe, device, callbacks)
     identity = {
         "w4a4": version("w4a4"),
         "torch": torch.__version__,
@@ -90,6 +96,7 @@ def quantize(
     }  # fmt: skip
     with CheckpointWriter(output, identity, source.identity.path) as writer:
         writer.open()
+        run = _Run(source, stats, recipe, device, callbacks)
         run.layers(writer)
         run.rest(writer)
         folder = writer.assemble(run.hf_config(), run.quantization_config(), recipe.to_yaml(), source.side_files)
@@ -120,10 +127,13 @@ class _Run:
                  callbacks: Callbacks) -> None:  # fmt: skip
         self.source, self.stats, self.recipe, self.device, self.callbacks = source, stats, recipe, device, callbacks
         self.config = source.config
-        kind = DualTransform if recipe.method == "dual" else IdentityTransform
-        self.transform: DualTransform | IdentityTransform = kind(self.config, recipe, stats)
         self.linear_names = list(self.config.linear_shapes())
         self.errors = torch.zeros(self.config.num_layers, len(self.linear_names))
+
+    @cached_property
+    def transform(self) -> DualTransform | IdentityTransform:
+        kind = DualTransform if self.recipe.method == "dual" else IdentityTransform
+        return kind(self.config, self.recipe, self.stats)
 
     @torch.inference_mode()
     def layers(self, writer: CheckpointWriter) -> None:
@@ -135,37 +145,48 @@ class _Run:
         else:
             promoted, hidden, self.errors = state["promoted"], state["hidden"], state["errors"]
         for layer in range(writer.num_layers_done, self.config.num_layers):
-            names = tuple(n for stage, on in zip(STAGES, promoted[layer].tolist(), strict=True) if on for n in stage)
-            weights, extra, plan = self.transform.layer(layer, layer_weights(self.source, layer, self.device))
-            plan = {name: part.promoted() if name in names else part for name, part in plan.items()}
-            math = LayerMath(self.config, layer, hidden.shape[1], self.device)
-            result = quantize_layer(math, weights, plan, hidden, self.recipe, self.device)
-            self.errors[layer] = torch.tensor([result.errors[name] for name in self.linear_names])
-            kept = {name: value for name, value in (weights | extra).items() if "norm" in name or name in extra}
-            prefix = f"model.layers.{layer}."
-            writer.save_state("run", {"promoted": promoted, "hidden": hidden, "errors": self.errors})
-            writer.write_layer(
-                layer,
-                {prefix + name: linear for name, linear in result.linears.items()},
-                {prefix + name: value.cpu().contiguous() for name, value in kept.items()},
-            )
-            self.callbacks.on_layer(LayerReport(layer, self.config.num_layers, result.errors, names))
-            if self.callbacks.should_stop() and layer + 1 < self.config.num_layers:
-                raise StoppedError(
-                    f"stopped after layer {layer + 1} of {self.config.num_layers}; all of it is kept",
-                    "run the same command again to go on",
-                )
+            self._stop_if_asked(layer)
+            self._layer(writer, layer, hidden, promoted)
 
+    def _layer(self, writer: CheckpointWriter, layer: int, hidden: Tensor, promoted: Tensor) -> None:
+        """Quantise and commit one layer; `hidden` goes through it in place."""
+        names = tuple(n for stage, on in zip(STAGES, promoted[layer].tolist(), strict=True) if on for n in stage)
+        weights, extra, plan = self.transform.layer(layer, layer_weights(self.source, layer, self.device))
+        plan = {name: part.promoted() if name in names else part for name, part in plan.items()}
+        math = LayerMath(self.config, layer, hidden.shape[1], self.device)
+        result = quantize_layer(math, weights, plan, hidden, self.recipe, self.device)
+        if result.damping > self.recipe.damping:
+            logger.warning("layer %d: a Hessian could only be factored with damping %g", layer, result.damping)
+        self.errors[layer] = torch.tensor([result.errors[name] for name in self.linear_names])
+        kept = {name: value for name, value in weights.items() if "norm" in name} | extra
+        prefix = f"model.layers.{layer}."
+        writer.save_state("run", {"promoted": promoted, "hidden": hidden, "errors": self.errors})
+        writer.write_layer(
+            layer,
+            {prefix + name: linear for name, linear in result.linears.items()},
+            {prefix + name: value.cpu().contiguous() for name, value in kept.items()},
+        )
+        self.callbacks.on_layer(LayerReport(layer, self.config.num_layers, result.errors, names))
+
+    def _stop_if_asked(self, num_done: int) -> None:
+        if self.callbacks.should_stop():
+            raise StoppedError(
+                f"stopped after {num_done} of {self.config.num_layers} layers; they are kept",
+                "run the same command again to go on",
+            )
+
+    @torch.inference_mode()
     def rest(self, writer: CheckpointWriter) -> None:
         """Embedding, final norm and lm_head, in bf16 but for the norm."""
         if writer.is_rest_done:
             return
-        embedding = self.transform.embedding(self.source.tensor("model.embed_tokens.weight"))
-        gain, head = self.transform.head(self.source.tensor("model.norm.weight"), lm_head_weight(self.source))
-        rest = {"model.embed_tokens.weight": embedding.bfloat16(), "model.norm.weight": gain}
+        gain = self.source.tensor("model.norm.weight")
+        rest = {"model.embed_tokens.weight": _packed_table(self._embedding(), self.transform.embedding)}
         if not self._stays_tied():
-            rest["lm_head.weight"] = head.bfloat16()
-        writer.write_rest({name: value.contiguous() for name, value in rest.items()})
+            head = lm_head_weight(self.source)
+            rest["lm_head.weight"] = _packed_table(head, lambda rows: self.transform.head(gain, rows)[1])
+        rest["model.norm.weight"] = self.transform.head(gain, gain[None])[0]
+        writer.write_rest(rest)
 
     def hf_config(self) -> dict[str, Any]:
         return {**self.source.hf_config, "tie_word_embeddings": self._stays_tied()}
@@ -202,8 +223,12 @@ class _Run:
         """`dual` folds the final norm into lm_head, which the embedding does not share."""
         return self.config.tie_word_embeddings and self.recipe.method != "dual"
 
+    def _embedding(self) -> Tensor:
+        return self.source.tensor("model.embed_tokens.weight")
+
     def _embedded(self, tokens: Tensor) -> Tensor:
-        return self.transform.embedding(self.source.tensor("model.embed_tokens.weight"))[tokens.long()]
+        """The residual stream f32 [B, T, H] at the first layer, transformed."""
+        return self.transform.embedding(self._embedding()[tokens.long()])
 
     def _promotions(self) -> Tensor:
         """bool [layers, stages]: which stages run wholly at 8 bits."""
@@ -212,11 +237,21 @@ class _Run:
             return chosen
 
         def prepared(layer: int) -> tuple[dict[str, Tensor], LayerPlan]:
+            self._stop_if_asked(0)
             weights, _, plan = self.transform.layer(layer, layer_weights(self.source, layer, self.device))
             return weights, plan
 
+        logger.info("measuring which layers need 8 bits most")
         hidden = self._embedded(self.stats.tokens[:PROBE_SEQUENCES, :PROBE_LENGTH])
         for layer, names in promotions(self.config, self.recipe, prepared, hidden, self.device).items():
             for index, stage in enumerate(STAGES):
                 chosen[layer, index] = stage[0] in names
         return chosen
+
+
+def _packed_table(table: Tensor, transform: Callable[[Tensor], Tensor]) -> Tensor:
+    """`transform` of the rows of `table` [V, H] in bf16, a few at a time: both float forms never stand side by side."""
+    packed = torch.empty(table.shape, dtype=torch.bfloat16)
+    for rows, out in zip(torch.split(table, TABLE_ROWS), torch.split(packed, TABLE_ROWS), strict=True):
+        out.copy_(transform(rows))
+    return packed

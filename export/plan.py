@@ -44,7 +44,7 @@ LayerPlan = Mapping[str, LinearPlan]
 
 
 def fit_recipe(recipe: Recipe, config: ModelConfig) -> Recipe:
-    """`recipe` for a model of shape `config`: the Hadamard before down_proj at the largest block that divides its input.
+    """`recipe` for a model of shape `config`: the Hadamard before down_proj is the largest that divides its input.
 
     Raises:
         UnsupportedError: sizes that a packed model cannot run with.
