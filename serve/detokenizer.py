@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 REPLACEMENT = "\ufffd"
-MAX_HELD_TOKENS = 8  # a UTF-8 character has at most four bytes: a longer run of U+FFFD is what the model really wrote
+MAX_HELD = 3  # U+FFFD at the end of a text may be the first bytes of a character, of which there are at most three
 CONTEXT = 5  # tokens of the prompt that the first token of the answer is decoded with
 WINDOW = 12  # tokens decoded again at most, before the window moves on
 
@@ -75,8 +75,7 @@ class Detokenizer:
         self._decode = decode
         self._window = list(prompt_ids[-CONTEXT:])
         # Text of the window that has been handed out; a character cut in half by the prompt's end has not.
-        self._shown = decode(self._window).rstrip(REPLACEMENT) if self._window else ""
-        self._num_shown = len(self._window)  # tokens of the window that this text covers
+        self._shown = _complete(decode(self._window)) if self._window else ""
         self._stops = StopStrings(stop)
         self._include_stop = include_stop
         self._min_tokens = min_tokens
@@ -92,25 +91,29 @@ class Detokenizer:
         if token is not None:
             self._window.append(token)
             self._num_tokens += 1
+        if token is not None or is_last:
             text = self._grown(is_last)
-        elif is_last and self._num_shown < len(self._window):
-            text = self._grown(True)
         if self._num_tokens < self._min_tokens:
             return text
         shown, self.stop_reason, matched = self._stops.push(text, is_last=is_last)
         return shown + matched if self._include_stop else shown
 
     def _grown(self, is_last: bool) -> str:
-        text = self._decode(self._window)
-        num_held = len(self._window) - self._num_shown
-        if text.endswith(REPLACEMENT) and not is_last and num_held < MAX_HELD_TOKENS:
-            return ""
+        decoded = self._decode(self._window)
+        text = decoded if is_last else _complete(decoded)
         grown = text[len(self._shown) :]
-        self._shown = text
-        self._num_shown = len(self._window)
-        if len(self._window) >= WINDOW and not text.endswith(REPLACEMENT):
+        self._shown = max(self._shown, text, key=len)
+        if len(self._window) >= WINDOW:
             # Some context must stay: many tokenizers drop a leading space at the start of a text.
             self._window = self._window[-WINDOW // 2 :]
-            self._num_shown = len(self._window)
-            self._shown = self._decode(self._window)
+            rest = self._decode(self._window)
+            self._shown = rest[: len(rest) - (len(decoded) - len(text))]  # as much is held as before
         return grown
+
+
+def _complete(text: str) -> str:
+    """The text without what may be an incomplete character at its end."""
+    end = len(text)
+    while end > 0 and len(text) - end < MAX_HELD and text[end - 1] == REPLACEMENT:
+        end -= 1
+    return text[:end]

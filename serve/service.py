@@ -126,10 +126,13 @@ class Service:
 
     async def text_ids(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of a text. Raises ApiError."""
+        longest = self.engine.info.max_model_len
+        least = self.tokenizer.least_num_tokens(text)
+        if least > longest:  # encoding megabytes takes seconds
+            raise _too_long(longest, f"at least {least}")
+        encode = partial(self.tokenizer.encode, text, add_special_tokens=add_special_tokens)
         try:
-            return await self._run(
-                len(text), partial(self.tokenizer.encode, text, add_special_tokens=add_special_tokens)
-            )
+            return await self._run(len(text), encode)
         except ValueError as error:
             raise ApiError(400, str(error), param="prompt") from None
 
@@ -224,13 +227,7 @@ class Service:
         if not ids:
             raise ApiError(400, "the prompt is empty: at least one token is needed", param="prompt")
         if len(ids) + (max_tokens != 0) > longest:
-            raise ApiError(
-                400,
-                f"this model's maximum context length is {longest} tokens; the prompt has {len(ids)} and leaves no "
-                "room for an answer",
-                code="context_length_exceeded",
-                param="prompt",
-            )
+            raise _too_long(longest, str(len(ids)))
 
     def _check_ids(self, ids: list[int]) -> None:
         size = self.engine.info.vocab_size
@@ -242,3 +239,13 @@ class Service:
         limit = min(MAX_PROMPTS, self.engine.config.max_num_seqs + self.engine.config.max_queued)
         if count > limit:
             raise ApiError(400, f"{count} answers were asked for at once, at most {limit} can be", param="n")
+
+
+def _too_long(longest: int, given: str) -> ApiError:
+    return ApiError(
+        400,
+        f"this model's maximum context length is {longest} tokens; the prompt has {given} and leaves no room for an "
+        "answer",
+        code="context_length_exceeded",
+        param="prompt",
+    )

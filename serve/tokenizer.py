@@ -56,12 +56,17 @@ class Tokenizer:
         self._special_ids = frozenset(tokenizer.all_special_ids)
         self._token_bytes = lru_cache(maxsize=8192)(self._make_token_bytes)
         vocabulary = tokenizer.get_vocab()
+        self._longest_token = max(map(len, vocabulary), default=1)
         self._is_byte_level = "Ġ" in vocabulary or any("Ġ" in token for token in list(vocabulary)[:20000])
 
     @property
     def bos_id(self) -> int | None:
         token_id: int | None = self.hf.bos_token_id
         return token_id
+
+    def least_num_tokens(self, text: str) -> int:
+        """Tokens that a text has at least, without encoding it; a normaliser may shorten it fourfold."""
+        return len(text) // (4 * self._longest_token)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text. Raises ValueError for text with lone surrogates."""

@@ -42,7 +42,17 @@ def test_invalid_utf8_is_shown_in_the_end() -> None:
     assert detokenizer.push(0xE6) == ""
     assert detokenizer.push(None, is_last=True) == "\ufffd"
     endless = Detokenizer(decode)
-    assert "".join(endless.push(0xFF) for _ in range(40)).count("\ufffd") >= 32
+    assert "".join(endless.push(0xFF) for _ in range(40)) == "\ufffd" * 37
+    assert endless.push(None, is_last=True) == "\ufffd" * 3
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_random_bytes_give_the_text_of_the_whole(seed: int) -> None:
+    data = random.Random(seed).choices(range(256), k=200)
+    prompt = list(b"prompt")
+    detokenizer = Detokenizer(decode, prompt)
+    text = "".join(detokenizer.push(byte) for byte in data[:-1]) + detokenizer.push(data[-1], is_last=True)
+    assert text == decode(data)
 
 
 @pytest.mark.parametrize("sizes", [(1,), (2,), (3, 1), (7,), (100,)])
