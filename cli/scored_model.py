@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
+    from w4a4.kernels.layout import ActMode
+
 
 @dataclass(frozen=True)
 class ScoredModel:
@@ -45,10 +47,9 @@ def open_scored(
     if is_packed(folder):
         from w4a4.export.checkpoint import open_checkpoint
         from w4a4.serve.model import CausalLM
-        from w4a4.serve.model_runner import choose_act
 
         chosen = choose_device(device, for_kernels=True)
-        mode = choose_act(act or "auto", chosen)
+        mode = default_act(act, chosen)
         packed = CausalLM(open_checkpoint(folder), chosen, mode, int(kv) if kv else None)
         paths = ", ".join(sorted(set(packed.paths().values())))
         return ScoredModel(packed.config, load_tokenizer(folder), packed.score, chosen, paths, mode, packed.kv_bits)
@@ -59,6 +60,13 @@ def open_scored(
     source = open_source(model, offline=offline, revision=revision)
     chosen = choose_device(device)
     return ScoredModel(source.config, source.tokenizer(), FloatModel(source, chosen), chosen, "float32", "float", 32)
+
+
+def default_act(act: str | None, device: torch.device) -> ActMode:
+    """The activation mode of a packed model: `act`, else the precision map, or 8 bits on Hopper, where they are free."""
+    from w4a4.serve.model_runner import choose_act
+
+    return choose_act(act or "auto", device)
 
 
 def is_packed(folder: Path) -> bool:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import click
@@ -89,10 +90,11 @@ def test_usage_errors_end_with_2_and_what_to_type(invoke: Any, arguments: list[s
     assert try_this == f"  try: {hint}"
 
 
-def test_a_reader_that_goes_away_is_no_error() -> None:
+def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
     done = subprocess.run(
-        f"{sys.executable} -c 'from w4a4.cli.main import main; main()' models 2>err.txt | head -1; cat err.txt; rm err.txt",
+        f"{sys.executable} -c 'from w4a4.cli.main import main; main()' models 2>err.txt | head -1; cat err.txt",
         shell=True,
+        cwd=tmp_path,
         env=ENVIRONMENT,
         capture_output=True,
         text=True,
