@@ -13,7 +13,7 @@ tensor-level primitive is a PyTorch custom operator (`torch.ops.w4a4.*`) with a 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from types import ModuleType
 from typing import Protocol
@@ -58,6 +58,8 @@ class RuntimeLinear:
     perm:          int32 [K] or None: stored channel j reads input channel perm[j]
     bias:          f32 [N] or None
     path:          which code multiplies it
+    code_columns:  of an activation that is quantised for it
+    input_dtypes:  of activations before they are quantised
     """
 
     layout: LinearLayout
@@ -68,6 +70,8 @@ class RuntimeLinear:
     perm: Tensor | None
     bias: Tensor | None
     path: str
+    code_columns: int
+    input_dtypes: tuple[torch.dtype, ...]
 
     @property
     def device(self) -> torch.device:
@@ -144,6 +148,8 @@ def prepare_linear(
         perm=None if perm is None else perm.to(device, torch.int32).contiguous(),
         bias=None if bias is None else bias.to(device, torch.float32).contiguous(),
         path=backend.path(layout),
+        code_columns=backend.code_columns(layout),
+        input_dtypes=backend.ACTIVATION_DTYPES,
     )
 
 
@@ -173,10 +179,7 @@ def fuse_linears(
     for one in linears:
         _check_stored(one.layout, one.weights, one.weight_scales, one.perm, one.bias)
     sizes = tuple(one.layout.out_features for one in linears)
-    layout = first.layout.at(act)
-    layout = LinearLayout(
-        sum(sizes), layout.segments, layout.clip, layout.symmetric, layout.hadamard, layout.group_size
-    )
+    layout = replace(first.layout.at(act), out_features=sum(sizes))
     bias = None
     if any(one.bias is not None for one in linears):
         bias = torch.cat(
@@ -193,9 +196,7 @@ def fuse_linears(
         bias,
         device,
     )
-    return RuntimeLinear(
-        fused.layout, sizes, fused.weights, fused.weight_scales, fused.row_sums, fused.perm, fused.bias, fused.path
-    )
+    return replace(fused, out_sizes=sizes)
 
 
 def _check_stored(
@@ -273,7 +274,7 @@ def silu_mul_quantize(gate_up: Tensor, linear: RuntimeLinear) -> QuantizedActiva
 def linear_forward(activation: QuantizedActivation, linear: RuntimeLinear) -> Tensor:
     """y = x Wᵀ + b of an activation quantised for `linear`: [T, N], float32 on a CPU and bf16 on a GPU."""
     layout = linear.layout
-    codes, columns = activation.codes, backend_of(linear.device).code_columns(layout)
+    codes, columns = activation.codes, linear.code_columns
     if codes.device != linear.device:
         raise ValueError(f"activation is on {codes.device}, the linear on {linear.device}")
     if codes.ndim != 2 or codes.shape[1] != columns or codes.dtype != torch.int8 or not codes.is_contiguous():
@@ -307,9 +308,8 @@ def linear_forward(activation: QuantizedActivation, linear: RuntimeLinear) -> Te
 def _check_activation(name: str, x: Tensor, width: int, linear: RuntimeLinear) -> None:
     if x.ndim != 2 or x.shape[1] != width:
         raise ValueError(f"{name} must be [T, {width}], got {list(x.shape)}")
-    allowed = backend_of(linear.device).ACTIVATION_DTYPES
-    if x.dtype not in allowed:
-        raise ValueError(f"{name} must be {_names(allowed)} on {linear.device.type}, got {x.dtype}")
+    if x.dtype not in linear.input_dtypes:
+        raise ValueError(f"{name} must be {_names(linear.input_dtypes)} on {linear.device.type}, got {x.dtype}")
     if x.device != linear.device:
         raise ValueError(f"{name} is on {x.device}, the linear on {linear.device}")
     if not x.is_contiguous():
@@ -341,7 +341,6 @@ def _activation(tensors: Sequence[Tensor], layout: LinearLayout) -> QuantizedAct
 # A custom operator takes tensors and plain numbers, so a layout crosses it as two lists.
 
 
-@lru_cache(maxsize=4096)
 def _encoded(layout: LinearLayout) -> tuple[list[int], list[float]]:
     numbers = [layout.out_features, int(layout.symmetric), layout.hadamard, layout.group_size]
     for segment in layout.segments:

@@ -125,7 +125,8 @@ def kernel_of(variant: QuantizeVariant) -> Kernel:
         return compile_kernel(variant)
 
     here = Path(__file__).parent
-    return Kernel(variant.name, (here / "quantize_sm90_variant.py", here / "quantize_sm90_kernel.py"), build)
+    sources = ("quantize_sm90_variant.py", "quantize_sm90_kernel.py", "ptx_sm90.py")
+    return Kernel(variant.name, tuple(here / source for source in sources), build)
 
 
 @cache

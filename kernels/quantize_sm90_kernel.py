@@ -19,13 +19,15 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, Int64
+from cutlass import BFloat16, Float32, Int32, Int64, Uint16
 from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
 from cutlass.memory import SmemAllocator
 
+from w4a4.kernels.ptx_sm90 import bfloats_to_floats
 from w4a4.kernels.quantize_sm90_variant import VECTOR, VECTORS, QuantizeVariant
 
+WORDS = VECTOR // 2
 LOG2_E = 1.4426950408889634
 
 
@@ -59,11 +61,20 @@ class QuantizeKernel:
             full: cute.struct.MemRange[Int64, v.stages]
             partials: cute.struct.MemRange[Float32, 2 * 4 * 32]
             rows: cute.struct.Align[cute.struct.MemRange[BFloat16, v.stages * v.inputs * v.channels], 128]
+            sources: cute.struct.Align[cute.struct.MemRange[Uint16, max(VECTOR, v.sources)], 16]
+            gains: cute.struct.Align[cute.struct.MemRange[BFloat16, max(VECTOR, v.gains)], 16]
 
         self.storage = Storage
         self.kernel(
             x, residual, norm_weight, perm, hidden, codes, scales, first_width, clip_absmax, clip_rms, eps
-        ).launch(grid=[num_blocks, 1, 1], block=[v.threads, 1, 1], stream=stream, use_pdl=True)
+        ).launch(
+            grid=[num_blocks, 1, 1],
+            block=[v.threads, 1, 1],
+            stream=stream,
+            use_pdl=True,
+            min_blocks_per_mp=v.blocks_per_multiprocessor,  # bounds the registers
+            preferred_smem_carveout=100,  # percent; without it the DSL asks a GPU how much there is
+        )
 
     @cute.kernel
     def kernel(
@@ -90,11 +101,13 @@ class QuantizeKernel:
         storage = smem.allocate(self.storage)
         full = storage.full.data_ptr()
         rows = storage.rows.get_tensor(cute.make_layout((v.channels, v.inputs, v.stages)))
-        vectors = storage.rows.get_tensor(
+        # The same rows as vectors of four words, two bf16 each.
+        vectors = cute.make_tensor(
+            cute.recast_ptr(storage.rows.data_ptr(), dtype=Int32),
             cute.make_layout(
-                (VECTOR, v.channels // VECTOR, v.inputs, v.stages),
-                stride=(1, VECTOR, v.channels, v.channels * v.inputs),
-            )
+                (WORDS, v.channels // VECTOR, v.inputs, v.stages),
+                stride=(1, WORDS, v.channels // 2, v.channels // 2 * v.inputs),
+            ),
         )
         partials = storage.partials.get_tensor(cute.make_layout((32, 4, 2)))
 
@@ -111,17 +124,13 @@ class QuantizeKernel:
                 if block + stage * grid < tokens:
                     self.fetch(x, residual, storage, full, Int32(stage), block + stage * grid)
 
-        # What does not depend on the row: where this thread's channels are, their norm weights and their sources.
-        weights = cute.make_rmem_tensor((VECTOR, VECTORS), BFloat16)
-        for j in cutlass.range_constexpr(VECTORS):
-            channel = self.channel(thread, j)
-            if cutlass.const_expr(v.weighted):
-                if channel < v.channels:
-                    for e in cutlass.range_constexpr(VECTOR):
-                        source = channel + e
-                        if cutlass.const_expr(v.permuted):
-                            source = perm[channel + e]
-                        weights[e, j] = norm_weight[source]
+        # What does not depend on the row: each thread keeps the sources and gains of its own channels in shared memory.
+        sources = storage.sources.get_tensor(cute.make_layout((VECTOR, max(1, v.sources // VECTOR))))
+        gains = storage.gains.get_tensor(cute.make_layout((VECTOR, max(1, v.gains // VECTOR))))
+        if cutlass.const_expr(v.permuted):
+            self.prepare_sources(sources, perm, thread)
+        if cutlass.const_expr(v.weighted):
+            self.prepare_gains(gains, sources, norm_weight, thread)
 
         values = cute.make_rmem_tensor((VECTOR, VECTORS), Float32)
         num_rows = (tokens - block + grid - 1) // grid
@@ -138,14 +147,10 @@ class QuantizeKernel:
                     self.refill(x, residual, storage, full, stage, row, grid, tokens, thread)
                 inverse_rms = Float32(1.0) / cute.math.sqrt(sums[0] / Float32(v.channels) + eps)
                 if cutlass.const_expr(v.permuted):
-                    self.gather(values, rows, perm, stage, thread)
-                for j in cutlass.range_constexpr(VECTORS):
-                    for e in cutlass.range_constexpr(VECTOR):
-                        values[e, j] = values[e, j] * inverse_rms
-                        if cutlass.const_expr(v.weighted):
-                            values[e, j] = values[e, j] * Float32(weights[e, j])
+                    self.gather(values, rows, sources, stage, thread)
+                self.normalize(values, gains, inverse_rms, thread)
             elif cutlass.const_expr(v.permuted):
-                self.gather(values, rows, perm, stage, thread)
+                self.gather(values, rows, sources, stage, thread)
             else:
                 self.read(values, vectors, stage, thread)
             if cutlass.const_expr(v.hadamard > 1):
@@ -154,11 +159,16 @@ class QuantizeKernel:
             bounds = self.reduce(squares, first_max, second_max, partials, slot, thread, True)
             if cutlass.const_expr(not v.is_normed or v.permuted):
                 self.refill(x, residual, storage, full, stage, row, grid, tokens, thread)
+            # 1 / sqrt(block) is left out of the values and put into the scales: codes are values / (scale without it).
+            factor = Float32(v.hadamard**-0.5)
             first_scale = self.scale(v.bits[0], bounds[1], bounds[0], first_width, clip_absmax, clip_rms)
             second_scale = first_scale
             if cutlass.const_expr(len(v.bits) == 2):
                 second_scale = self.scale(v.bits[1], bounds[2], bounds[0], first_width, clip_absmax, clip_rms)
             self.write(values, codes, first_scale, second_scale, first_width, row, thread)
+            if cutlass.const_expr(v.hadamard > 1):
+                first_scale = first_scale * factor
+                second_scale = second_scale * factor
             if thread == 0:
                 scales[row, 0] = first_scale
                 if cutlass.const_expr(len(v.bits) == 2):
@@ -236,30 +246,35 @@ class QuantizeKernel:
         squares = Float32(0)
         for j in cutlass.range_constexpr(VECTORS):
             channel = self.channel(thread, j)
-            total = cute.make_rmem_tensor((VECTOR,), BFloat16)
-            total.fill(BFloat16(0))
-            if channel < v.channels:
+            words = cute.make_rmem_tensor((WORDS,), Int32)
+            words.fill(0)
+            if v.is_full or channel < v.channels:
                 vector = channel // VECTOR
-                cute.autovec_copy(vectors[None, vector, 0, stage], total)
+                cute.autovec_copy(vectors[None, vector, 0, stage], words)
                 if cutlass.const_expr(v.source == "rmsnorm_residual"):
-                    other = cute.make_rmem_tensor((VECTOR,), BFloat16)
+                    other = cute.make_rmem_tensor((WORDS,), Int32)
                     cute.autovec_copy(vectors[None, vector, 1, stage], other)
-                    for e in cutlass.range_constexpr(VECTOR):
-                        total[e] = (Float32(total[e]) + Float32(other[e])).to(BFloat16)
+                    for w in cutlass.range_constexpr(WORDS):
+                        low, high = bfloats_to_floats(words[w])
+                        other_low, other_high = bfloats_to_floats(other[w])
+                        words[w] = floats_to_bfloats(low + other_low, high + other_high)
                     out = cute.make_tensor(
-                        hidden.iterator,
+                        cute.recast_ptr(hidden.iterator, dtype=Int32),
                         cute.make_layout(
-                            (VECTOR, v.channels // VECTOR, cute.size(hidden, mode=[0])), stride=(1, VECTOR, v.channels)
+                            (WORDS, v.channels // VECTOR, cute.size(hidden, mode=[0])),
+                            stride=(1, WORDS, v.channels // 2),
                         ),
                     )
-                    cute.autovec_copy(total, out[None, vector, row])
+                    cute.autovec_copy(words, out[None, vector, row])
                     if cutlass.const_expr(v.permuted):
-                        cute.autovec_copy(total, vectors[None, vector, 0, stage])
+                        cute.autovec_copy(words, vectors[None, vector, 0, stage])
                         cute.arch.fence_view_async_shared()  # before the next row's bulk copy overwrites it
-            for e in cutlass.range_constexpr(VECTOR):
-                value = Float32(total[e])
-                values[e, j] = value
-                squares = squares + value * value
+            for w in cutlass.range_constexpr(WORDS):
+                low, high = bfloats_to_floats(words[w])
+                values[2 * w, j] = low
+                values[2 * w + 1, j] = high
+                squares = squares + low * low
+                squares = squares + high * high
         return squares
 
     @cute.jit
@@ -268,47 +283,105 @@ class QuantizeKernel:
         v = self.variant
         for j in cutlass.range_constexpr(VECTORS):
             channel = self.channel(thread, j)
-            first = cute.make_rmem_tensor((VECTOR,), BFloat16)
-            second = cute.make_rmem_tensor((VECTOR,), BFloat16)
-            first.fill(BFloat16(0))
-            second.fill(BFloat16(0))
-            if channel < v.channels:
+            first = cute.make_rmem_tensor((WORDS,), Int32)
+            second = cute.make_rmem_tensor((WORDS,), Int32)
+            first.fill(0)
+            second.fill(0)
+            if v.is_full or channel < v.channels:
                 cute.autovec_copy(vectors[None, channel // VECTOR, 0, stage], first)
                 if cutlass.const_expr(v.source == "silu"):
                     cute.autovec_copy(vectors[None, channel // VECTOR, 1, stage], second)
-            for e in cutlass.range_constexpr(VECTOR):
-                values[e, j] = self.combine(first[e], second[e])
+            for w in cutlass.range_constexpr(WORDS):
+                low, high = bfloats_to_floats(first[w])
+                other_low, other_high = bfloats_to_floats(second[w])
+                values[2 * w, j] = self.combine(low, other_low)
+                values[2 * w + 1, j] = self.combine(high, other_high)
 
     @cute.jit
-    def gather(self, values: cute.Tensor, rows: cute.Tensor, perm: cute.Tensor, stage: Int32, thread: Int32) -> None:
+    def gather(self, values: cute.Tensor, rows: cute.Tensor, sources: cute.Tensor, stage: Int32, thread: Int32) -> None:
         """`read` in stored order."""
         v = self.variant
         for j in cutlass.range_constexpr(VECTORS):
             channel = self.channel(thread, j)
             for e in cutlass.range_constexpr(VECTOR):
                 values[e, j] = Float32(0)
-            if channel < v.channels:
-                sources = cute.make_rmem_tensor((VECTOR,), Int32)
-                table = cute.make_tensor(perm.iterator, cute.make_layout((VECTOR, v.channels // VECTOR)))
-                cute.autovec_copy(table[None, channel // VECTOR], sources)
+            if v.is_full or channel < v.channels:
+                places = cute.make_rmem_tensor((VECTOR,), Uint16)
+                cute.autovec_copy(sources[None, channel // VECTOR], places)
                 for e in cutlass.range_constexpr(VECTOR):
-                    first = rows[sources[e], 0, stage]
+                    place = Int32(places[e])
+                    first = Float32(rows[place, 0, stage])
                     second = first
                     if cutlass.const_expr(v.source == "silu"):
-                        second = rows[sources[e], 1, stage]
+                        second = Float32(rows[place, 1, stage])
                     values[e, j] = self.combine(first, second)
 
     @cute.jit
-    def combine(self, first: BFloat16, second: BFloat16) -> Float32:
-        value = Float32(first)
+    def normalize(self, values: cute.Tensor, gains: cute.Tensor, inverse_rms: Float32, thread: Int32) -> None:
+        v = self.variant
+        for j in cutlass.range_constexpr(VECTORS):
+            gain = cute.make_rmem_tensor((VECTOR,), BFloat16)
+            if cutlass.const_expr(v.weighted):
+                gain.fill(BFloat16(0))
+                channel = self.channel(thread, j)
+                if v.is_full or channel < v.channels:
+                    cute.autovec_copy(gains[None, channel // VECTOR], gain)
+            for e in cutlass.range_constexpr(VECTOR):
+                values[e, j] = values[e, j] * inverse_rms
+                if cutlass.const_expr(v.weighted):
+                    values[e, j] = values[e, j] * Float32(gain[e])
+
+    @cute.jit
+    def combine(self, value: Float32, factor: Float32) -> Float32:
+        """The value itself, or silu(value) * factor."""
         if cutlass.const_expr(self.variant.source == "silu"):
             value = value * cute.arch.rcp_approx(Float32(1.0) + cute.math.exp2(value * Float32(-LOG2_E), fastmath=True))
-            value = value * Float32(second)
+            value = value * factor
         return value
 
     @cute.jit
+    def prepare_sources(self, sources: cute.Tensor, perm: cute.Tensor, thread: Int32) -> None:
+        """Where this thread's stored channels come from, as 16-bit numbers. All loads start before the first store."""
+        v = self.variant
+        table = cute.make_tensor(perm.iterator, cute.make_layout((VECTOR, v.channels // VECTOR)))
+        found = cute.make_rmem_tensor((VECTOR, VECTORS), Int32)
+        for j in cutlass.range_constexpr(VECTORS):
+            vector = cutlass.min(self.channel(thread, j), v.channels - VECTOR) // VECTOR
+            cute.autovec_copy(table[None, vector], found[None, j])
+        for j in cutlass.range_constexpr(VECTORS):
+            channel = self.channel(thread, j)
+            if v.is_full or channel < v.channels:
+                for e in cutlass.range_constexpr(VECTOR):
+                    sources[e, channel // VECTOR] = found[e, j].to(Uint16)
+
+    @cute.jit
+    def prepare_gains(self, gains: cute.Tensor, sources: cute.Tensor, norm_weight: cute.Tensor, thread: Int32) -> None:
+        """The gains of this thread's stored channels: loaded in input order, then permuted in shared memory."""
+        v = self.variant
+        table = cute.make_tensor(norm_weight.iterator, cute.make_layout((VECTOR, v.channels // VECTOR)))
+        flat = cute.make_tensor(gains.iterator, cute.make_layout(v.channels))
+        for j in cutlass.range_constexpr(VECTORS):
+            channel = self.channel(thread, j)
+            if v.is_full or channel < v.channels:
+                cute.autovec_copy(table[None, channel // VECTOR], gains[None, channel // VECTOR])
+        if cutlass.const_expr(v.permuted):
+            cute.arch.sync_threads()
+            found = cute.make_rmem_tensor((VECTOR, VECTORS), BFloat16)
+            for j in cutlass.range_constexpr(VECTORS):
+                channel = self.channel(thread, j)
+                if v.is_full or channel < v.channels:
+                    for e in cutlass.range_constexpr(VECTOR):
+                        found[e, j] = flat[Int32(sources[e, channel // VECTOR])]
+            cute.arch.sync_threads()
+            for j in cutlass.range_constexpr(VECTORS):
+                channel = self.channel(thread, j)
+                if v.is_full or channel < v.channels:
+                    for e in cutlass.range_constexpr(VECTOR):
+                        gains[e, channel // VECTOR] = found[e, j]
+
+    @cute.jit
     def transform(self, values: cute.Tensor, thread: Int32) -> None:
-        """The butterfly of `reference.block_hadamard`, stage by stage in the same order."""
+        """The butterfly of `reference.block_hadamard`, stage by stage in the same order, short of its last factor."""
         v = self.variant
         distance = 1
         while cutlass.const_expr(distance < v.hadamard):
@@ -335,9 +408,6 @@ class QuantizeKernel:
                             low, high = values[e, j], values[e, j | step]
                             values[e, j], values[e, j | step] = low + high, low - high
             distance = distance * 2
-        for j in cutlass.range_constexpr(VECTORS):
-            for e in cutlass.range_constexpr(VECTOR):
-                values[e, j] = values[e, j] * Float32(v.hadamard**-0.5)
 
     # Scales
 
@@ -356,15 +426,15 @@ class QuantizeKernel:
                 largest = cute.arch.fmax(largest, absolute(value))
                 if cutlass.const_expr(v.rms_clip):
                     energy = energy + value * value
-            if cutlass.const_expr(len(v.bits) == 1):
-                first_max = cute.arch.fmax(first_max, largest)
-                squares = squares + energy
-            else:
-                if self.channel(thread, j) < first_width:
-                    first_max = cute.arch.fmax(first_max, largest)
-                    squares = squares + energy
-                else:
-                    second_max = cute.arch.fmax(second_max, largest)
+            other = Float32(0)
+            if cutlass.const_expr(len(v.bits) == 2):
+                if self.channel(thread, j) >= first_width:
+                    other = largest
+                    largest = Float32(0)
+                    energy = Float32(0)
+            first_max = cute.arch.fmax(first_max, largest)
+            second_max = cute.arch.fmax(second_max, other)
+            squares = squares + energy
         return first_max, second_max, squares
 
     @cute.jit
@@ -479,8 +549,15 @@ class QuantizeKernel:
             for half in cutlass.range_constexpr(2):
                 scaled = [values[4 * half + e, j] * factor for e in range(4)]
                 words[half] = packed(scaled, low, high)
-            if channel < v.channels:
+            if v.is_full or channel < v.channels:
                 cute.autovec_copy(words, out[None, channel // VECTOR, row])
+
+
+def floats_to_bfloats(low: Float32, high: Float32) -> Int32:
+    """Two values rounded to bf16 in one word, the first lowest."""
+    return cute.arch.inline_ptx(
+        "cvt.rn.bf16x2.f32 {$w0}, {$r1}, {$r0};", write_only_types=[Int32], read_only_args=[low, high]
+    )
 
 
 @cute.jit
@@ -531,7 +608,7 @@ def build(variant: QuantizeVariant) -> Any:
         QuantizeKernel(v),
         bf16(2 * v.channels if v.source == "silu" else v.channels),
         bf16(v.channels) if v.source == "rmsnorm_residual" else None,
-        make_fake_compact_tensor(BFloat16, (v.channels,), assumed_align=2) if v.weighted else None,
+        make_fake_compact_tensor(BFloat16, (v.channels,), assumed_align=16) if v.weighted else None,
         make_fake_compact_tensor(Int32, (v.channels,), assumed_align=16) if v.permuted else None,
         bf16(v.channels) if v.source == "rmsnorm_residual" else None,
         make_fake_compact_tensor(Int32, (tokens, v.channels // 4), stride_order=(1, 0), assumed_align=8),

@@ -10,7 +10,7 @@ from w4a4.kernels.layout import LinearLayout
 VECTOR = 8  # channels of one 16-byte access
 VECTORS = 4  # of one thread
 MAX_CHANNELS = 32 * 1024  # of one row: 1,024 threads of 32
-_SHARED_BYTES = 227 * 1024  # of one multiprocessor, for all its blocks; each also takes 1 KiB and its 2 KiB of scratch
+_SHARED_BYTES = 227 * 1024  # of one multiprocessor, for all its blocks
 Source = Literal["plain", "rmsnorm", "rmsnorm_residual", "silu"]
 
 
@@ -61,24 +61,42 @@ class QuantizeVariant:
         return -(-self.channels // (32 * VECTOR * VECTORS)) * 32
 
     @property
+    def is_full(self) -> bool:
+        """Every thread has channels."""
+        return self.threads * VECTOR * VECTORS == self.channels
+
+    @property
     def stage_bytes(self) -> int:
         return self.inputs * self.channels * 2
+
+    @property
+    def sources(self) -> int:
+        """Entries of the table of sources."""
+        return self.channels if self.permuted else 0
+
+    @property
+    def gains(self) -> int:
+        """Entries of the table of gains."""
+        return self.channels if self.weighted else 0
+
+    @property
+    def shared_bytes(self) -> int:
+        """Of one block: rows, tables of sources and gains, 2 KiB of scratch and the 1 KiB that the hardware takes."""
+        return self.stages * self.stage_bytes + 2 * (self.sources + self.gains) + 3072
 
     @property
     def blocks_per_multiprocessor(self) -> int:
         """Blocks that are resident together: bounded by registers, shared memory and threads."""
         by_registers = 65536 // (self.threads * self.registers)
-        by_memory = _SHARED_BYTES // (self.stages * self.stage_bytes + 3072)
-        return max(1, min(by_registers, by_memory, 2048 // self.threads, 32))
+        by_memory = _SHARED_BYTES // self.shared_bytes
+        return max(1, min(by_registers, by_memory, 2048 // self.threads, 24))
 
     @property
     def registers(self) -> int:
-        """An upper bound of what ptxas gives a thread."""
-        if self.permuted:
-            return 128
-        if self.is_normed:
-            return 104 if self.weighted else 80
-        return 72
+        """Registers that a thread may use: 32 hold its channels."""
+        if self.weighted:
+            return 80
+        return 72 if self.source == "silu" else 64
 
 
 def unsupported(layout: LinearLayout) -> str | None:
@@ -113,4 +131,4 @@ def variant_of(source: Source, layout: LinearLayout, permuted: bool, weighted: b
 
 
 def _fits(variant: QuantizeVariant) -> bool:
-    return variant.stages * variant.stage_bytes + 3072 <= _SHARED_BYTES
+    return variant.shared_bytes <= _SHARED_BYTES

@@ -216,6 +216,21 @@ def test_opcheck(name: str) -> None:
         assert set(results.values()) == {"SUCCESS"}, (operator, results)
 
 
+def test_compiles_to_one_graph() -> None:
+    """torch.compile sees through the door: no graph breaks, no warnings, the same numbers."""
+    linear = prepared(DUAL, perm=random_perm())
+
+    def block(x: Tensor, residual: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
+        hidden, activation = ops.rmsnorm_quantize(x, residual, None, 1e-5, linear)
+        y = ops.linear_forward(activation, linear)
+        return hidden, y + ops.linear_forward(ops.silu_mul_quantize(gate_up, linear), linear)
+
+    inputs = random_input(), random_input().flip(0), random_input(384)
+    compiled = torch.compile(block, backend="aot_eager", fullgraph=True)
+    for ours, expected in zip(compiled(*inputs), block(*inputs), strict=True):
+        assert torch.equal(ours, expected)
+
+
 def test_layouts_cross_an_operator_unchanged() -> None:
     for layout in (*LAYOUTS.values(), LinearLayout(7, (Segment(64, 8, 4),))):
         geometry, clip = ops._encoded(layout)

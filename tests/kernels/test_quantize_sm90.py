@@ -65,7 +65,7 @@ def test_second_row_in_flight_where_it_is_free() -> None:
         variant = case.variant
         blocks = variant.blocks_per_multiprocessor
         assert blocks * variant.threads <= 2048
-        assert blocks * (variant.stages * variant.stage_bytes + 3072) <= 227 * 1024
+        assert blocks * variant.shared_bytes <= 227 * 1024
 
 
 def test_threads_cover_the_channels() -> None:
@@ -125,7 +125,7 @@ def test_compiles_without_a_gpu(name: str, tmp_path: Path) -> None:
 
 
 def resources(object_file: Path) -> tuple[int, int]:
-    """Registers and stack bytes of a thread, from the cubin's .nv.info: EIATTR_REGCOUNT 0x2f, EIATTR_FRAME_SIZE 0x11."""
+    """Registers and stack bytes of a thread: the cubin's .nv.info, EIATTR_REGCOUNT 0x2f, EIATTR_FRAME_SIZE 0x11."""
     content = object_file.read_bytes()
 
     def attributes(code: int) -> list[int]:
@@ -169,7 +169,7 @@ def run(case: Case, *inputs: Tensor | None) -> tuple[Tensor | None, Tensor, Tens
 @pytest.mark.parametrize("tokens", [1, 3, 17, 700])
 @pytest.mark.parametrize("name", CASES)
 def test_equals_the_reference(name: str, tokens: int) -> None:
-    """Bit for bit where nothing is summed but the Hadamard; else codes may move by one where a value lies on a tie."""
+    """Bit for bit where nothing is summed or transformed; else codes may move by one where a value lies on a tie."""
     case = CASES[name]
     layout = case.layout
     x, residual, weight, perm = inputs_of(case, tokens)
@@ -185,7 +185,7 @@ def test_equals_the_reference(name: str, tokens: int) -> None:
     if residual is not None:
         assert hidden_out is not None and torch.equal(hidden_out.cpu(), x + residual)
     codes, scales = codes.cpu(), scales.cpu()
-    if case.source == "plain" and not case.variant.rms_clip:
+    if case.source == "plain" and not case.variant.rms_clip and layout.hadamard == 1:
         assert torch.equal(scales, expected.scales)
         assert torch.equal(codes, expected.codes)
         return
