@@ -1,6 +1,7 @@
 """Rotary position embedding: frequencies for every scaling rule that supported models use, and its application.
 
 Half-split convention of Hugging Face checkpoints: channel i rotates with channel i + head_dim / 2 (Su et al. 2021).
+The order of float operations is transformers', so that the frequencies are the same to the bit.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ def rope_frequencies(
         ValueError: an unknown scaling rule.
     """
     exponent = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
-    frequencies = 1.0 / theta**exponent
+    periods = theta**exponent
+    frequencies = 1.0 / periods
     scaling = scaling or {}
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind in ("default", "dynamic"):
@@ -37,19 +39,19 @@ def rope_frequencies(
     if kind == "llama3":
         return _llama3(frequencies, scaling), 1.0
     if kind == "yarn":
-        return _yarn(frequencies, head_dim, theta, scaling, max_positions)
+        return _yarn(periods, head_dim, theta, scaling, max_positions)
     raise ValueError(f"rope scaling {kind!r} is not one of {', '.join(ROPE_TYPES)}")
 
 
 def _llama3(frequencies: Tensor, scaling: Mapping[str, Any]) -> Tensor:
     factor, low, high = scaling["factor"], scaling["low_freq_factor"], scaling["high_freq_factor"]
-    turns = scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)
+    turns = scaling["original_max_position_embeddings"] / (2 * math.pi / frequencies)
     keep = ((turns - low) / (high - low)).clamp(0, 1)
-    return frequencies * keep + frequencies / factor * (1 - keep)
+    return (1 - keep) * frequencies / factor + keep * frequencies
 
 
 def _yarn(
-    frequencies: Tensor, head_dim: int, theta: float, scaling: Mapping[str, Any], max_positions: int
+    periods: Tensor, head_dim: int, theta: float, scaling: Mapping[str, Any], max_positions: int
 ) -> tuple[Tensor, float]:
     factor = scaling["factor"]
     original = scaling.get("original_max_position_embeddings") or max_positions
@@ -67,7 +69,8 @@ def _yarn(
         scale, scale_all = scaling.get("mscale"), scaling.get("mscale_all_dim")
         both = scale and scale_all  # DeepSeek's pair of factors; one alone means nothing
         attention = _yarn_scale(factor, scale) / _yarn_scale(factor, scale_all) if both else _yarn_scale(factor, 1.0)
-    return frequencies * (1 - ramp) + frequencies / factor * ramp, float(attention)
+    keep = 1 - ramp
+    return 1.0 / (factor * periods) * (1 - keep) + 1.0 / periods * keep, float(attention)
 
 
 def _yarn_scale(factor: float, slope: float) -> float:
