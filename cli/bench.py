@@ -1,123 +1,291 @@
-"""`w4a4 bench`: how many tokens per second a packed checkpoint makes on this machine."""
+"""`w4a4 bench`: tokens per second of a whole model, of its kernels, of the quantiser, or of a running server."""
 
 from __future__ import annotations
 
-import platform
+import hashlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from w4a4.cli.console import Console, format_table
-from w4a4.cli.newest_checkpoint import newest_checkpoint
 from w4a4.cli.options import common_options, option, pass_console, runtime_options
-from w4a4.configs.errors import UsageError
+from w4a4.configs.errors import NotFoundError, UsageError
 
 if TYPE_CHECKING:
     import torch
 
-    from w4a4.serve.throughput import Speed
+    from w4a4.serve.bench.records import Record
+    from w4a4.serve.bench.run import Batch, BenchSettings
+    from w4a4.serve.model import PackedModel
 
-COLUMNS = ("test", "batch", "tokens/s", "spread", "ms/step")
+DEFAULT_SHAPE = "llama3-8b"
+GPU_BATCHES, CPU_BATCHES = "1,8,64,max", "1"
+GPU_REPETITIONS, CPU_REPETITIONS = 5, 3
+GPU_GEN, CPU_GEN = 128, 32
 
 
 @click.command(
     "bench",
-    help="Measure prefill and decode speed of the packed checkpoint in DIR (default: the newest one) on random tokens.",
+    help="Measure a packed checkpoint, or with --random-weights the shape of an alias or config.json: prefill (pp) and "
+    "decode (tg) in tokens per second, beside baselines from the same process. `w4a4 bench kernels` measures every "
+    "operation of a layer instead, and --server URL a running server.",
 )
-@click.argument("folder", metavar="[DIR]", required=False, type=click.Path(path_type=Path))
-@option("--seq", type=click.IntRange(min=1), default=1024, help="Tokens in each prompt.")
-@option("--gen", type=click.IntRange(min=0), default=128, help="Tokens to decode behind it; 0: prefill only.")
-@option("--batch", default="1", metavar="N[,N...]", help="Sequences at once.")
-@option("-r", "--repeat", type=click.IntRange(min=1), default=3, help="Counted runs, after one to warm up.")
-@option("--seed", type=int, default=0, help="Seed of the random tokens.")
-@option("-o", "--format", "layout", type=click.Choice(["table", "md", "csv"]), default="table")
+@click.argument("model", metavar="[DIR|ALIAS|CONFIG|kernels]", required=False)
+@option("--seq", type=click.IntRange(min=1), default=1024, help="Tokens of prompt or context.")
+@option("--gen", type=click.IntRange(min=1), help=f"Tokens generated. Default: {GPU_GEN}, on a CPU {CPU_GEN}.")
+@option("--batch", metavar="N,..,max", help=f"Batch sizes. Default: {GPU_BATCHES}, on a CPU {CPU_BATCHES}.")
+@option("--baseline", "baselines", default="", metavar="bf16,fp8", help="What to run beside it, in the same process.")
+@option("-r", "--repetitions", type=click.IntRange(min=1), help="Of every test. Default: 5, on a CPU 3.")
+@option("--random-weights", is_flag=True, help="The right shapes with random packed weights: no download.")
+@option("--breakdown", is_flag=True, help="Also where a decode step's time goes, by kernel, from the profiler.")
+@option(
+    "-o", "--output", type=click.Choice(["table", "md", "json", "csv"]), default="table", help="Form of the result."
+)
+@option(
+    "--plot", type=click.Path(path_type=Path, file_okay=False), help="Folder for plots (PNG, SVG, numbers as JSON)."
+)
+@option("--server", metavar="URL", help="Measure the OpenAI-compatible server at URL instead.")
+@option("--num-requests", type=click.IntRange(min=1), default=64, help="With --server: requests in all.")
+@option("--rate", type=float, default=float("inf"), help="With --server: requests per second; default: all at once.")
+@option("--goodput", metavar="ttft:MS,tpot:MS", default="", help="With --server: limits that a good request keeps.")
 @runtime_options
 @common_options
 @pass_console
 def command(
     console: Console,
-    folder: Path | None,
+    model: str | None,
     seq: int,
-    gen: int,
-    batch: str,
-    repeat: int,
-    seed: int,
-    layout: str,
+    gen: int | None,
+    batch: str | None,
+    baselines: str,
+    repetitions: int | None,
+    random_weights: bool,
+    breakdown: bool,
+    output: str,
+    plot: Path | None,
+    server: str | None,
+    num_requests: int,
+    rate: float,
+    goodput: str,
     act: str | None,
     kv: str | None,
     device: str | None,
     as_json: bool,
 ) -> None:
-    batches = _batches(batch)
-    if folder is None:
-        folder = newest_checkpoint()
-        console.say(f"measuring the newest checkpoint, {folder}")
+    output = "json" if as_json else output
+    if server is not None:
+        _bench_server(console, server, seq, gen or GPU_GEN, num_requests, rate, goodput, model, output)
+        return
     from w4a4.cli.device import choose_device
-    from w4a4.export.checkpoint import open_checkpoint
-    from w4a4.serve.model import CausalLM
-    from w4a4.serve.model_runner import choose_act
-    from w4a4.serve.throughput import measure
+    from w4a4.cli.scored_model import default_act
+    from w4a4.serve.bench.run import BenchSettings
 
     chosen = choose_device(device, for_kernels=True)
-    mode = choose_act(act or "auto", chosen)
-    model = CausalLM(open_checkpoint(folder), chosen, mode, int(kv) if kv else None)
-    path = ", ".join(sorted(set(model.paths().values())))
-    speeds: list[Speed] = []
-    for size in batches:
-        with console.progress(f"batch {size}: run") as progress:
-            speeds += measure(model, seq, gen, size, repeat, seed, progress.step)
-    facts: dict[str, Any] = {"checkpoint": str(folder), "path": path, "act": mode, "kv_bits": model.kv_bits}
-    facts |= {"runs": repeat} | machine(chosen)
-    rows = [
-        (speed.test, speed.batch, round(speed.tokens_per_second, 1), f"±{speed.spread:.1%}")
-        + (round(speed.milliseconds_per_step, 2),)
-        for speed in speeds
-    ]
-    if as_json:
-        tests = [
-            {"test": speed.test, "batch": speed.batch, "tokens": speed.tokens, "seconds": list(speed.seconds)}
-            | {"tokens_per_second": speed.tokens_per_second, "milliseconds_per_step": speed.milliseconds_per_step}
-            for speed in speeds
-        ]
-        console.document("speed", facts | {"tests": tests})
-    elif layout == "csv":
-        console.data("\n".join(",".join(str(cell) for cell in row) for row in (COLUMNS, *rows)))
-    elif layout == "md":
-        rule = "|---" * len(COLUMNS) + "|"
-        console.data("\n".join([_md(COLUMNS), rule, *(_md(row) for row in rows)]))
-    else:
-        console.data("\n".join(f"{name:<11} {value}" for name, value in facts.items()) + "\n")
-        console.data(format_table(COLUMNS, rows))
-    if chosen.type == "cpu":
-        console.say("These are speeds of the reference on a processor: they say nothing about any GPU.")
+    is_gpu = chosen.type == "cuda"
+    if not is_gpu:
+        from w4a4.serve.bench.records import CPU_NOTE
 
-
-def machine(device: torch.device) -> dict[str, Any]:
-    """What the measurement depends on: device, driver's runtime and versions."""
-    import os
-
-    import torch
-
-    facts: dict[str, Any] = {"torch": torch.__version__}
-    if device.type == "cuda":
-        return facts | {"device": torch.cuda.get_device_name(device), "cuda": torch.version.cuda}
-    return (
-        facts
-        | {"device": platform.processor() or platform.machine(), "threads": torch.get_num_threads()}
-        | {"cores": os.cpu_count()}
+        console.say(CPU_NOTE)
+    if model == "kernels":
+        _bench_kernels(console, chosen, default_act(act, chosen), repetitions, output)
+        return
+    settings = BenchSettings(
+        seq=seq,
+        gen=gen or (GPU_GEN if is_gpu else CPU_GEN),
+        batches=parse_batches(batch or (GPU_BATCHES if is_gpu else CPU_BATCHES)),
+        baselines=tuple(name for name in baselines.split(",") if name),
+        repetitions=repetitions or (GPU_REPETITIONS if is_gpu else CPU_REPETITIONS),
+        act=default_act(act, chosen),
+        kv_bits=int(kv) if kv else None,
     )
+    packed, name, identity = open_model(console, model, chosen, random_weights)
+    _bench_model(console, packed, name, identity, chosen, settings, output, plot, breakdown)
 
 
-def _batches(text: str) -> list[int]:
-    try:
-        sizes = [int(part) for part in text.split(",")]
-    except ValueError:
-        sizes = [0]
-    if not all(size > 0 for size in sizes):
-        raise UsageError(f"--batch {text}: expected counts separated by commas", "--batch 1,8")
-    return sizes
+def parse_batches(text: str) -> tuple[Batch, ...]:
+    """ "1,8,max" -> (1, 8, "max"), sizes ascending. Raises UsageError."""
+    sizes: list[int] = []
+    for part in text.split(","):
+        part = part.strip()
+        if part == "max":
+            continue
+        if not part.isdigit() or int(part) < 1:
+            raise UsageError(f"--batch {text}: {part!r} is not a batch size", "--batch 1,8,64,max")
+        sizes.append(int(part))
+    most: tuple[Batch, ...] = ("max",) if "max" in text.split(",") else ()
+    return (*sorted(set(sizes)), *most)
 
 
-def _md(row: tuple[object, ...]) -> str:
-    return "| " + " | ".join(str(cell) for cell in row) + " |"
+def open_model(
+    console: Console, model: str | None, device: torch.device, random_weights: bool
+) -> tuple[PackedModel, str, dict[str, Any]]:
+    """(packed model, name for the records, what identifies its weights)."""
+    from w4a4.cli.newest_checkpoint import newest_checkpoint
+    from w4a4.cli.scored_model import is_packed
+    from w4a4.export.checkpoint import MANIFEST_FILE, open_checkpoint
+
+    if model is None and not random_weights:
+        try:
+            model = str(newest_checkpoint())
+            console.say(f"measuring the newest checkpoint, {model}")
+        except NotFoundError:
+            if device.type != "cuda":
+                raise
+            random_weights = True
+    if random_weights:
+        return _random_model(console, model or DEFAULT_SHAPE, device)
+    assert model is not None
+    folder = Path(model)
+    if not is_packed(folder):
+        raise UsageError(
+            f"{model} is not a packed checkpoint", f"w4a4 bench {model} --random-weights, or w4a4 quantize {model}"
+        )
+    manifest = folder / MANIFEST_FILE
+    digest = hashlib.sha256(manifest.read_bytes()).hexdigest() if manifest.is_file() else None
+    return open_checkpoint(folder), folder.resolve().name, {"checkpoint": folder.name, "manifest_sha256": digest}
+
+
+def _random_model(console: Console, model: str, device: torch.device) -> tuple[PackedModel, str, dict[str, Any]]:
+    import json
+
+    from w4a4.configs.architecture import ModelConfig
+    from w4a4.configs.shapes import known_shapes, shape_of
+    from w4a4.serve.random_weights import LABEL, RandomModel
+
+    path = Path(model)
+    file = path / "config.json" if path.is_dir() else path
+    if file.is_file():
+        config = ModelConfig.from_hf(json.loads(file.read_bytes()))
+        name = path.resolve().name if path.is_dir() else path.resolve().parent.name
+    else:
+        found = shape_of(model)
+        if found is None:
+            raise UsageError(f"the shape of {model!r} is not known", "one of: " + ", ".join(sorted(known_shapes())))
+        config, name = found, model
+    console.say(f"{name}: {config.num_parameters / 1e9:.2f} G parameters, {LABEL} in the layout of the dual recipe")
+    return RandomModel(config, device), f"{name} ({LABEL})", {"weights": LABEL, "seed": 0}
+
+
+def _bench_model(
+    console: Console,
+    packed: PackedModel,
+    name: str,
+    identity: dict[str, Any],
+    device: torch.device,
+    settings: BenchSettings,
+    output: str,
+    plot: Path | None,
+    breakdown: bool,
+) -> None:
+    from w4a4.serve.bench.breakdown import Breakdown, decode_breakdown
+    from w4a4.serve.bench.check import check_model
+    from w4a4.serve.bench.environment import clocks, environment
+    from w4a4.serve.bench.memory import memory_split
+    from w4a4.serve.bench.run import Candidate, run_all
+    from w4a4.serve.model import CausalLM
+
+    facts = environment(device) | {"model": identity, "clocks_before": clocks(device)}
+    check = check_model(packed, device, settings.act, settings.kv_bits)
+    console.say(f"checked: {check.sentence}")
+    facts["check"] = check.to_dict()
+    facts["warmup"] = "every test runs once before it is timed; on a GPU decode is one CUDA graph per step"
+    kernels: dict[str, dict[str, str]] = {}
+    memory: dict[str, dict[str, float]] = {}
+    breakdowns: list[Breakdown] = []
+
+    def look(candidate: Candidate, model: CausalLM) -> None:
+        kernels[candidate.name] = kernel_per_op(model)
+        memory[candidate.name] = memory_split(model)
+        if breakdown and device.type == "cuda":
+            sizes = [size for size in settings.batches if size != "max"]
+            breakdowns.extend(decode_breakdown(model, candidate.name, size, settings.seq) for size in sizes)
+
+    def tell(record: Record) -> None:
+        console.say(f"{record.recipe}/{record.act}  batch {record.batch}  {record.test}: {record.tok_s:,.1f} tokens/s")
+
+    records = run_all(packed, name, device, settings, tell, look)
+    facts |= {"kernels": kernels, "memory_gib": memory, "clocks_after": clocks(device)}
+    if breakdowns:
+        facts["breakdown"] = [part.to_dict() for part in breakdowns]
+    if plot is not None:
+        from w4a4.serve.bench.plots import write_plots
+
+        for path in write_plots(plot, records, facts):
+            console.say(f"wrote {path}")
+    _show(console, records, facts, output)
+
+
+def kernel_per_op(model: Any) -> dict[str, str]:
+    """What runs each kind of operation; the path of a linear stands for every layer where all agree."""
+    found: dict[str, set[str]] = {}
+    for linear, path in model.paths().items():
+        found.setdefault(linear.rsplit(".", 1)[1], set()).add(path)
+    kernels = {name: ", ".join(sorted(paths)) for name, paths in found.items()}
+    return kernels | {"attention": model.attention_path(), "lm_head": model.head_path()}
+
+
+def _show(console: Console, records: list[Record], facts: dict[str, Any], output: str) -> None:
+    from w4a4.serve.bench.records import as_csv, header, markdown, rows
+
+    if output == "json":
+        console.document("bench", facts | {"records": [record.to_dict() for record in records]})
+        return
+    for line in header_lines(facts):
+        console.say(line)
+    if output == "csv":
+        console.data(as_csv(records))
+    elif output == "md":
+        console.data(markdown(records))
+    else:
+        console.data(format_table(header(records), rows(records)))
+
+
+def header_lines(facts: dict[str, Any]) -> list[str]:
+    """What a reader must know beside the table."""
+    device = facts.get("gpu") or f"{facts['device']}, {facts['threads']} threads"
+    listed = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
+    lines = [f"on {device}" + (f", driver {facts['driver']}" if "driver" in facts else "") + f"; {listed}"]
+    lines.append("; ".join(f"{key} {value}" for key, value in facts["model"].items()))
+    if facts["clocks_before"]:
+        lines += [f"clocks {when}: {facts[f'clocks_{when}']}" for when in ("before", "after")]
+    for name, kernels in facts["kernels"].items():
+        lines.append(f"{name}: " + "; ".join(f"{op} = {path}" for op, path in kernels.items()))
+    lines.append(facts["warmup"])
+    return lines
+
+
+def _bench_kernels(console: Console, device: torch.device, act: Any, repetitions: int | None, output: str) -> None:
+    from w4a4.serve.bench.environment import environment
+    from w4a4.serve.bench.kernels import COLUMNS, measure_kernels, shapes_for
+
+    records = []
+    for record in measure_kernels(shapes_for(device), device, act, repetitions or 5):
+        records.append(record)
+        console.say(f"{record.op} {record.shape} M={record.tokens}: {record.microseconds:.1f} us")
+    if output == "json":
+        facts = environment(device)
+        console.document("bench-kernels", facts | {"records": [record.to_dict() for record in records]})
+    else:
+        console.table(COLUMNS, [record.row() for record in records])
+
+
+def _bench_server(
+    console: Console,
+    url: str,
+    seq: int,
+    gen: int,
+    num_requests: int,
+    rate: float,
+    goodput: str,
+    model: str | None,
+    output: str,
+) -> None:
+    from w4a4.serve.bench.server_load import Load, parse_goodput, run_load
+
+    load = Load(url, num_requests, seq, gen, rate, parse_goodput(goodput), model)
+    result = run_load(load)
+    if output == "json":
+        console.document("bench-server", result.to_dict())
+    else:
+        console.data(format_table(["measure", "value"], [[name, value] for name, value in result.to_dict().items()]))

@@ -19,10 +19,10 @@ from w4a4.configs.architecture import ModelConfig
 from w4a4.configs.errors import UnsupportedError
 from w4a4.kernels import ops
 from w4a4.kernels.cpu import tiled_matmul
-from w4a4.kernels.kv4 import KVBatch, KVPageLayout, allocate_pages, kv_attention, kv_write, prepare_qk
+from w4a4.kernels.kv4 import KVBatch, KVPageLayout, allocate_pages
 from w4a4.kernels.layout import ActMode
 from w4a4.kernels.reference import rms_norm
-from w4a4.kernels.rope import rope_frequencies, rope_tables
+from w4a4.serve.attention import Attention, HeadWeights, ReferenceAttention
 
 PAGE_SIZE = 16
 
@@ -105,10 +105,7 @@ class DecoderLayer:
     down: Any
     input_norm: Tensor | None
     post_attention_norm: Tensor | None
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    k_mean: Tensor | None  # [kv_heads, D]
-    window: int | None
+    heads: HeadWeights
 
 
 class CausalLM:
@@ -118,6 +115,7 @@ class CausalLM:
         act: "map" runs the checkpoint's precision map, "a8" every 4-bit activation at 8 bits, "a16" none quantised.
         kv_bits: 4 or 16; None takes the checkpoint's.
         linear_ops: what multiplies; None: `kernels.ops`.
+        dtype: of the residual stream; None: float32 on a CPU, bf16 on a GPU.
     Raises:
         UnsupportedError: no kernels for the device.
         CheckpointError: a tensor is missing or makes no sense.
@@ -130,11 +128,12 @@ class CausalLM:
         act: ActMode = "map",
         kv_bits: int | None = None,
         linear_ops: LinearOps | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         self.config: ModelConfig = checkpoint.config
         self.ops: LinearOps = linear_ops or ops
         self.device = torch.device(device)
-        self.dtype = torch.float32 if self.device.type == "cpu" else torch.bfloat16
+        self.dtype = dtype or (torch.float32 if self.device.type == "cpu" else torch.bfloat16)
         self.act = act
         kv = checkpoint.quantization["kv_cache"]
         self.kv_bits = int(kv["bits"]) if kv_bits is None else kv_bits
@@ -149,10 +148,7 @@ class CausalLM:
         self.final_norm = self._gain(checkpoint.tensor("model.norm.weight"))
         tied = self.config.tie_word_embeddings
         self.head = self.embedding if tied else self._float(checkpoint.tensor("lm_head.weight"))
-        frequencies, self._rope_factor = rope_frequencies(
-            self.config.head_dim, self.config.rope_theta, self.config.rope_scaling, self.config.max_position_embeddings
-        )
-        self._frequencies = frequencies.to(self.device)
+        self.attention: Attention = ReferenceAttention(self.config, self.kv_layout(), self.use_qk_hadamard, self.device)
 
     def _float(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.device, self.dtype)
@@ -169,6 +165,9 @@ class CausalLM:
         def norm(name: str) -> Tensor:
             return self._float(checkpoint.tensor(prefix + name))
 
+        k_mean = None
+        if self.has_k_mean:
+            k_mean = checkpoint.tensor(prefix + "self_attn.k_mean").to(self.device).view(-1, self.config.head_dim)
         return DecoderLayer(
             qkv=fused("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
             o=fused("self_attn.o_proj"),
@@ -176,12 +175,12 @@ class CausalLM:
             down=fused("mlp.down_proj"),
             input_norm=self._gain(norm("input_layernorm.weight")),
             post_attention_norm=self._gain(norm("post_attention_layernorm.weight")),
-            q_norm=norm("self_attn.q_norm.weight") if self.config.qk_norm else None,
-            k_norm=norm("self_attn.k_norm.weight") if self.config.qk_norm else None,
-            k_mean=checkpoint.tensor(prefix + "self_attn.k_mean").to(self.device).view(-1, self.config.head_dim)
-            if self.has_k_mean
-            else None,
-            window=self.config.sliding_windows[index],
+            heads=HeadWeights(
+                q_norm=norm("self_attn.q_norm.weight") if self.config.qk_norm else None,
+                k_norm=norm("self_attn.k_norm.weight") if self.config.qk_norm else None,
+                k_mean=k_mean,
+                window=self.config.sliding_windows[index],
+            ),
         )
 
     def linears(self) -> dict[str, Any]:
@@ -198,6 +197,12 @@ class CausalLM:
         """What multiplies each linear: "model.layers.0.self_attn.qkv_proj" -> "reference-cpu"."""
         return {name: linear.path for name, linear in self.linears().items()}
 
+    def attention_path(self) -> str:
+        return self.attention.path
+
+    def head_path(self) -> str:
+        return "float32, tiles of 16 rows" if self.device.type == "cpu" else "bf16-cublas"
+
     def kv_layout(self) -> KVPageLayout:
         config = self.config
         return KVPageLayout(config.num_kv_heads, config.head_dim, PAGE_SIZE, self.kv_bits, self.num_sinks)
@@ -211,22 +216,15 @@ class CausalLM:
     def forward(self, input_ids: Tensor, batch: KVBatch, cache: KVCache) -> Tensor:
         """Run int64 [T] new tokens of a batch, writing their K and V: final normed hidden states [T, H]."""
         config = self.config
-        slots, sink_slots = batch.slots(cache.layout), batch.sink_slots(cache.layout)
-        cos, sin = rope_tables(batch.positions, self._frequencies, self._rope_factor)
+        step = self.attention.begin(batch)
         residual = self.embedding[input_ids]
         update: Tensor | None = None
         for layer, pages in zip(self.layers, cache.pages, strict=True):
             residual, activation = self.ops.rmsnorm_quantize(
                 residual, update, layer.input_norm, config.rms_norm_eps, layer.qkv
             )
-            q, k, v = torch.split(self.ops.linear_forward(activation, layer.qkv), list(layer.qkv.out_sizes), dim=1)
-            q, k, v = (heads.reshape(heads.shape[0], -1, config.head_dim) for heads in (q, k, v))
-            if layer.q_norm is not None and layer.k_norm is not None:
-                q, k = rms_norm(q, layer.q_norm, config.rms_norm_eps), rms_norm(k, layer.k_norm, config.rms_norm_eps)
-            q, k = prepare_qk(q, k, cos, sin, layer.k_mean, self.use_qk_hadamard)
-            kv_write(k, v, pages, slots, cache.layout, sink_slots)
-            attended = kv_attention(q, pages, batch, cache.layout, config.head_dim**-0.5, layer.window)
-            activation = self.ops.quantize_activation(attended.flatten(1).to(self.dtype), layer.o)
+            attended = self.attention.attend(self.ops.linear_forward(activation, layer.qkv), layer.heads, pages, step)
+            activation = self.ops.quantize_activation(attended.to(self.dtype), layer.o)
             update = self.ops.linear_forward(activation, layer.o)
             residual, activation = self.ops.rmsnorm_quantize(
                 residual, update, layer.post_attention_norm, config.rms_norm_eps, layer.gate_up
