@@ -63,7 +63,7 @@ def open_scored(
 
 
 def default_act(act: str | None, device: torch.device) -> ActMode:
-    """The activation mode of a packed model: `act`, else the precision map, or 8 bits on Hopper, where they are free."""
+    """The activation mode of a packed model: `act`, else the precision map, or 8 bits on Hopper (free there)."""
     from w4a4.serve.model_runner import choose_act
 
     return choose_act(act or "auto", device)
