@@ -17,16 +17,18 @@ This file knows nothing of requests or of who owns a page; neighbours are `refer
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from w4a4.kernels.reference import block_hadamard, quantize_kv
+from w4a4.kernels.reference import block_hadamard, quantize_kv, rms_norm
 from w4a4.kernels.rope import apply_rope
 
+Plan = TypeVar("Plan")
 QUERY_TILE = 64
 """Queries of a chunk that attend at a time: bounds the scores held, and leaves out most of what causality hides."""
 
@@ -101,9 +103,32 @@ class KVBatch:
     query_start: Tensor
     context_lengths: Tensor
     sink_pages: Tensor | None = None
-    _groups: dict[tuple[KVPageLayout, int | None], list[_Group]] = field(
-        default_factory=dict, repr=False, compare=False
-    )
+    _plans: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def planned(self, key: Hashable, compute: Callable[[], Plan]) -> Plan:
+        """What `compute` returns, computed once for the step's layers."""
+        if key not in self._plans:
+            self._plans[key] = compute()
+        plan: Plan = self._plans[key]
+        return plan
+
+    @cached_property
+    def on_host(self) -> tuple[list[int], list[int]]:
+        """query_start and context_lengths; waits for the device."""
+        return self.query_start.tolist(), self.context_lengths.tolist()
+
+    def decodes(self, sequences: list[int]) -> tuple[Tensor, KVBatch]:
+        """The rows of sequences with one query each, int64 [n], and a batch of those sequences alone."""
+
+        def compute() -> tuple[Tensor, KVBatch]:
+            device = self.block_tables.device
+            index = torch.tensor(sequences, device=device)
+            starts = torch.arange(len(sequences) + 1, dtype=torch.int32, device=device)
+            sinks = None if self.sink_pages is None else self.sink_pages[index]
+            batch = KVBatch(self.block_tables[index], starts, self.context_lengths[index], sinks)
+            return self.query_start[index].long(), batch
+
+        return self.planned(("decodes", *sequences), compute)
 
     @cached_property
     def rows(self) -> Tensor:
@@ -194,14 +219,50 @@ def kv_write(
     codes[page, :, 1, offset] = pack_codes(v_codes)
     parameters[page, :, offset] = torch.stack((k_scale, k_zero, v_scale, v_zero), -1)
     if sink_slots is not None:
-        sinks = _sink_view(pages, layout)
+        sinks = sink_view(pages, layout)
         (row,) = (sink_slots >= 0).nonzero(as_tuple=True)
         page, offset = sink_slots[row] // layout.num_sinks, sink_slots[row] % layout.num_sinks
         sinks[page, :, 0, offset] = k[row].to(layout.dtype)
         sinks[page, :, 1, offset] = v[row].to(layout.dtype)
 
 
-def _sink_view(pages: Tensor, layout: KVPageLayout) -> Tensor:
+def kv_rope_write(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    pages: Tensor,
+    slots: Tensor,
+    layout: KVPageLayout,
+    sink_slots: Tensor | None = None,
+    k_mean: Tensor | None = None,
+    use_hadamard: bool = False,
+    norms: tuple[Tensor, Tensor] | None = None,
+    eps: float = 0.0,
+) -> Tensor:
+    """From the output of the q, k and v layers to pages: q/k norm, `prepare_qk`, `kv_write`. One launch on a GPU.
+
+    Args:
+        qkv: [T, Hq + 2 Hkv, D], heads of q, then of k, then of v.
+        cos, sin: float32 [T, D / 2].
+        norms: gains [D] of the RMSNorm over each head of q and of k, and its eps; None: no norm.
+    Returns: q [T, Hq, D] as `kv_attention` takes it: float32 on a CPU, qkv's dtype on a GPU.
+    """
+    num_heads = qkv.shape[1] - 2 * layout.num_kv_heads
+    if num_heads < 1 or qkv.shape[2] != layout.head_dim:
+        raise ValueError(f"qkv must be [T, Hq + {2 * layout.num_kv_heads}, {layout.head_dim}], got {list(qkv.shape)}")
+    if qkv.is_cuda:
+        from w4a4.kernels import kv4_sm90
+
+        return kv4_sm90.kv4_write(qkv, cos, sin, pages, slots, layout, sink_slots, k_mean, use_hadamard, norms, eps)
+    q, k, v = torch.split(qkv, [num_heads, layout.num_kv_heads, layout.num_kv_heads], dim=1)
+    if norms is not None:
+        q, k = rms_norm(q, norms[0], eps), rms_norm(k, norms[1], eps)
+    q, k = prepare_qk(q, k, cos, sin, k_mean, use_hadamard)
+    kv_write(k, v, pages, slots, layout, sink_slots)
+    return q
+
+
+def sink_view(pages: Tensor, layout: KVPageLayout) -> Tensor:
     """Pages [N, Hkv, bytes] read as sink pages: [N, Hkv, 2, num_sinks, D] of layout.dtype."""
     used = pages[..., : 4 * layout.num_sinks * layout.head_dim]
     return _split(used.view(layout.dtype), 2, layout.num_sinks, layout.head_dim)
@@ -251,12 +312,14 @@ def kv_attention(
         raise ValueError(
             f"q must be [T, multiple of {layout.num_kv_heads}, {layout.head_dim}] as the pages are, got {list(q.shape)}"
         )
-    key = (layout, window)
-    if key not in batch._groups:
-        batch._groups[key] = list(_plan(batch, layout, window))
+    if q.is_cuda:
+        from w4a4.kernels import kv4_sm90
+
+        return kv4_sm90.attention(q, pages, batch, layout, scale, window)
+    groups = batch.planned((layout, window), lambda: list(_plan(batch, layout, window)))
     output = torch.zeros(num_tokens, num_heads, head_dim, dtype=torch.float64, device=q.device)
     query = (q.double() * scale).view(num_tokens, layout.num_kv_heads, -1, head_dim)  # [T, Hkv, G, D]
-    for group in batch._groups[key]:
+    for group in groups:
         result = _attend(query[group.queries], pages, group, layout, window)
         output[group.queries.flatten()] = result.flatten(0, 1).flatten(1, 2)
     return output.to(q.dtype)
@@ -264,7 +327,7 @@ def kv_attention(
 
 def _plan(batch: KVBatch, layout: KVPageLayout, window: int | None) -> Iterator[_Group]:
     """Split a batch into groups. Decodes share one if their page counts round up to the same power of two."""
-    starts, lengths = batch.query_start.tolist(), batch.context_lengths.tolist()
+    starts, lengths = batch.on_host
     if layout.num_sinks and batch.sink_pages is None:
         raise ValueError(f"the layout keeps {layout.num_sinks} sinks, so the batch needs sink_pages, got None")
     decodes: dict[int, list[int]] = {}
@@ -332,7 +395,7 @@ def _attend(query: Tensor, pages: Tensor, group: _Group, layout: KVPageLayout, w
     keys, values, parameters = _read_pages(pages, group.page_heads, layout)
     sinks, has_sinks = None, group.has_sinks
     if group.sink_heads is not None:
-        sinks = _sink_view(pages.flatten(0, 1)[group.sink_heads], layout).double()  # [B, Hkv, 2, S, D]
+        sinks = sink_view(pages.flatten(0, 1)[group.sink_heads], layout).double()  # [B, Hkv, 2, S, D]
     outputs = []
     for start in range(0, num_queries, QUERY_TILE):
         rows = query[:, start : start + QUERY_TILE]

@@ -1,0 +1,658 @@
+"""Decode attention over KV4 pages for sm_90: the CuTe DSL kernel (plumbing: kv4_sm90.py, law: kv4.py).
+
+One launch of a fixed grid. The work of a step is a line of tiles of 16 tokens, ordered by sequence, kv-head and
+position; each CTA takes an equal run of it, wherever sequences begin and end, so a long sequence among short ones is
+spread over as many CTAs as its tiles deserve. Lengths are read on the device. Inside a CTA every warp is on its own: it
+copies every fourth tile of the run into its private ring of shared memory (bulk copies, one mbarrier a stage) and keeps
+its own running softmax; warps meet when the run leaves a kv-head, the copies of the next one already under way. A
+kv-head that several CTAs share goes through a workspace, and whoever arrives last merges it, in the order of the parts.
+
+The arithmetic, per tile and 8 query heads (FlashDecoding with operands swapped, so that K and V are the wide side):
+  S^T = K q^T, then O^T += V^T P^T, both m16n8k16 on float16.
+A nibble is the low bits of a float16: as it stands that is the subnormal c * 2^-24, which tensor cores take in full, so
+unpacking eight nibbles is four ANDs and a shift. Nibbles at bit 4 of a half count 16 times as much: the K side divides
+q by 16 there, the V side divides the output rows. Scales and zero points meet scores and probabilities only.
+Which channel or token a register holds does not matter to a product as long as both operands agree, so pages stay in
+plain order, and q is permuted instead, once per kv-head.
+"""
+
+# mypy: disable-error-code="untyped-decorator, no-untyped-def, no-untyped-call, no-any-return"
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from w4a4.kernels import ptx_sm90 as ptx
+
+TILE = 16
+WARPS = 4
+FIRST = 0x000F000F
+"""Nibble 0 of both halves of a word, as subnormal float16."""
+SECOND = 0x00F000F0
+"""Nibble 1 of both halves, 16 times as large."""
+NEVER = -1e38
+"""Score of a hidden key; finite so that differences are never NaN."""
+NOTHING = -1e30
+"""Running maximum before the first key."""
+PARTS = 8
+"""Parts of a kv-head read at a time when they are merged: loads in flight."""
+SLACK = 6.0
+"""Scores may exceed the running maximum by this much (in powers of two) before it is moved: probabilities up to 64 are
+as exact in float16, and the reduction over lanes is skipped in nearly every tile."""
+
+
+class Kv4Decode:
+    """Compile-time constants of one kernel.
+
+    Tensors of the call (B sequences of one query row each):
+        q, out:       [rows, Hq, D] float16 or bfloat16; q as `kv4.prepare_qk` leaves it
+        pages:        uint8 [num_pages, Hkv, head_bytes]
+        tables:       int32 [B, max_pages];  lengths: int32 [B];  sink_pages: int32 [B] (any, without sinks)
+        tile_ends:    int32 [B], running sum of each sequence's visible tiles (at least 1 each)
+        partial:      float32 [2 * grid, G, D + 4], counters: int32 [B * Hkv], zero before and after
+    """
+
+    def __init__(
+        self,
+        head_dim: int,
+        group_size: int,
+        page_size: int,
+        num_sinks: int,
+        is_bfloat16: bool,
+        sinks_bfloat16: bool,
+        blocks_per_sm: int,
+    ) -> None:
+        self.head_dim, self.group_size, self.page_size = head_dim, group_size, page_size
+        self.num_sinks, self.is_bfloat16, self.sinks_bfloat16 = num_sinks, is_bfloat16, sinks_bfloat16
+        self.octets = -(-group_size // 8)  # groups of 8 query heads
+        self.tile_bytes = TILE * (head_dim + 8)
+        self.stages = 8 if head_dim == 64 else 4
+        self.blocks_per_sm = blocks_per_sm
+        self.ring_bytes = WARPS * self.stages * self.tile_bytes
+        self.query_bytes = group_size * head_dim * 2
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        pages: cute.Tensor,
+        tables: cute.Tensor,
+        lengths: cute.Tensor,
+        tile_ends: cute.Tensor,
+        sink_pages: cute.Tensor,
+        partial: cute.Tensor,
+        counters: cute.Tensor,
+        out: cute.Tensor,
+        scale: Float32,
+        window: Int32,
+        num_blocks: Int32,
+        stream: Any,
+    ) -> None:
+        self.kernel(q, pages, tables, lengths, tile_ends, sink_pages, partial, counters, out, scale, window).launch(
+            grid=[num_blocks, 1, 1],
+            block=[32 * WARPS, 1, 1],
+            min_blocks_per_mp=self.blocks_per_sm,
+            preferred_smem_carveout=100,
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        q: cute.Tensor,
+        pages: cute.Tensor,
+        tables: cute.Tensor,
+        lengths: cute.Tensor,
+        tile_ends: cute.Tensor,
+        sink_pages: cute.Tensor,
+        partial: cute.Tensor,
+        counters: cute.Tensor,
+        out: cute.Tensor,
+        scale: Float32,
+        window: Int32,
+    ) -> None:
+        dim, stages, group = self.head_dim, self.stages, self.group_size
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        blocks, _, _ = cute.arch.grid_dim()
+        warp = cute.arch.make_warp_uniform(thread // 32)
+        lane = thread % 32
+
+        smem = cutlass.utils.SmemAllocator()
+        bar = smem.allocate_array(Int64, WARPS * stages).toint()
+        ring = smem.allocate(self.ring_bytes, byte_alignment=128).toint()
+        sums = smem.allocate(WARPS * group * dim * 4, byte_alignment=16).toint()  # f32 [warp, head, D], see sum_address
+        stats = smem.allocate(WARPS * group * 8, byte_alignment=16).toint()  # f32 [warp, head, (max, sum)]
+        sink_scores = smem.allocate(group * 16, byte_alignment=16).toint()  # f32 [head, 4]
+        flag = smem.allocate(16, byte_alignment=16).toint()
+        queries = smem.allocate(2 * self.query_bytes, byte_alignment=16).toint()  # of this kv-head and the next
+        bar = bar + warp * (stages * 8)
+        ring = ring + warp * (stages * self.tile_bytes)
+
+        if lane < stages:
+            ptx.mbarrier_init(bar + lane * 8, 1)
+        cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+
+        num_kv_heads = pages.shape[1]
+        num_sequences = lengths.shape[0]
+        total = tile_ends[num_sequences - 1] * num_kv_heads
+        quota = cutlass.max((total + blocks - 1) // blocks, Int32(WARPS))
+        x = block * quota
+        x_end = cutlass.min(total, x + quota)
+        consumed = Int32(0)  # tiles of this warp so far: ring position and phase
+
+        if x < x_end:
+            at = self.locate(tile_ends, lengths, x, x_end, num_kv_heads, window, lane)
+            turn = Int32(0)
+            table = self.start(q, pages, tables, at, bar, ring, queries, consumed, thread, warp, lane)
+            ptx.copy_async_wait()
+            cute.arch.sync_threads()
+            while x < x_end:
+                acc = cute.make_rmem_tensor((self.octets * dim // 4,), Float32)
+                acc.fill(0.0)
+                state = cute.make_rmem_tensor((self.octets * 6,), Float32)  # per octet: max, sum, zero sum of 2 heads
+                state.fill(0.0)
+                for octet in cutlass.range_constexpr(self.octets):
+                    state[octet * 6] = Float32(NOTHING)
+                    state[octet * 6 + 1] = Float32(NOTHING)
+                query, factors = self.load_query(queries + turn * self.query_bytes, scale, lane)
+                count = at[3]
+                mine = (count - warp + WARPS - 1) // WARPS
+                for k in cutlass.range(mine, unroll=1):
+                    stage = consumed & (stages - 1)
+                    self.wait(bar + stage * 8, (consumed // stages) & 1)
+                    position = (at[2] + k * WARPS + warp) * TILE
+                    self.attend(
+                        ring + stage * self.tile_bytes, acc, state, query, factors, position, at[7], at[6], lane
+                    )
+                    cute.arch.sync_warp()
+                    ahead = k + stages
+                    if ahead & 31 == 0:
+                        table = self.page_ids(tables, at, ahead, warp, lane)
+                    if ahead < mine:
+                        self.issue(pages, at, table, ahead, bar + stage * 8, ring + stage * self.tile_bytes, warp, lane)
+                    consumed = consumed + 1
+                x = x + count
+                done = at
+                turn = 1 - turn
+                if x < x_end:
+                    at = self.advance(tile_ends, lengths, at, x_end, num_kv_heads, window)
+                    table = self.start(
+                        q, pages, tables, at, bar, ring, queries + turn * self.query_bytes, consumed, thread, warp, lane
+                    )
+                self.finish(
+                    q,
+                    pages,
+                    sink_pages,
+                    partial,
+                    counters,
+                    out,
+                    acc,
+                    state,
+                    done,
+                    quota,
+                    block,
+                    scale,
+                    sums,
+                    stats,
+                    sink_scores,
+                    flag,
+                    thread,
+                    warp,
+                    lane,
+                )
+
+    @cute.jit
+    def locate(self, tile_ends, lengths, x, x_end, num_kv_heads, window, lane):
+        """Where tile x of the line is, and how far its kv-head reaches in this CTA's run.
+
+        sequence, head, first tile (of the sequence, counted from position 0), tiles, the kv-head's bounds on the line,
+        the context length, the first key in the window.
+        """
+        num_sequences = lengths.shape[0]
+        sequence = Int32(0)
+        for base in cutlass.range(0, num_sequences, 32, unroll=4):
+            i = base + lane
+            before = Int32(0)
+            if i < num_sequences:
+                before = Int32(tile_ends[i] * num_kv_heads <= x)
+            sequence = sequence + ptx.count_lanes(before)
+        begin = Int32(0)
+        if sequence > 0:
+            begin = tile_ends[sequence - 1]
+        tiles = tile_ends[sequence] - begin
+        length = lengths[sequence]
+        inside = x - begin * num_kv_heads
+        head = inside // tiles
+        tile = inside - head * tiles
+        count = cutlass.min(tiles - tile, x_end - x)
+        first_key = cutlass.max(length - window, Int32(0))
+        parts_from = x - tile
+        return sequence, head, first_key // TILE + tile, count, parts_from, parts_from + tiles, length, first_key
+
+    @cute.jit
+    def advance(self, tile_ends, lengths, at, x_end, num_kv_heads, window):
+        """The kv-head after `at`, from its first tile."""
+        sequence, head, tile, count, parts_from, parts_to, length, first_key = at
+        tiles = parts_to - parts_from
+        head = head + 1
+        if head == num_kv_heads:
+            head = Int32(0)
+            sequence = sequence + 1
+            tiles = tile_ends[sequence] - tile_ends[sequence - 1]
+            length = lengths[sequence]
+            first_key = cutlass.max(length - window, Int32(0))
+        count = cutlass.min(tiles, x_end - parts_to)
+        return sequence, head, first_key // TILE, count, parts_to, parts_to + tiles, length, first_key
+
+    @cute.jit
+    def page_ids(self, tables, at, k, warp, lane):
+        """Lane i: the page of this warp's tile k + i (0 past the context, so that it is a page whatever the table)."""
+        sequence, head, tile, count, parts_from, parts_to, length, first_key = at
+        index = (k + lane) * WARPS + warp
+        page = Int32(0)
+        if index < count:
+            position = (tile + index) * TILE
+            if position < length:
+                page = tables[sequence, position // self.page_size]
+        return page
+
+    @cute.jit
+    def start(self, q, pages, tables, at, bar, ring, query, consumed, thread, warp, lane):
+        """Issue the first copies of a kv-head's run, and its queries'; the ring is empty. Returns `page_ids` of 0."""
+        sequence, head, count = at[0], at[1], at[3]
+        row = ptx.address_of(q) + (Int64(sequence) * q.shape[1] + head * self.group_size) * (self.head_dim * 2)
+        for turn in cutlass.range_constexpr(-(-self.query_bytes // (512 * WARPS))):
+            offset = (turn * 32 * WARPS + thread) * 16
+            if offset < self.query_bytes:
+                ptx.copy_async(query + offset, row + offset)
+        mine = (count - warp + WARPS - 1) // WARPS
+        table = self.page_ids(tables, at, Int32(0), warp, lane)
+        for k in cutlass.range(cutlass.min(mine, Int32(self.stages)), unroll=1):
+            stage = (consumed + k) & (self.stages - 1)
+            self.issue(pages, at, table, k, bar + stage * 8, ring + stage * self.tile_bytes, warp, lane)
+        return table
+
+    @cute.jit
+    def issue(self, pages, at, table, k, barrier, buffer, warp, lane):
+        """Copy this warp's tile k: K codes, V codes and parameters of 16 tokens, one after the other."""
+        dim, head, tile = self.head_dim, at[1], at[2]
+        page = ptx.shuffle_from(table, k & 31)
+        if lane == 0:
+            head_bytes = self.page_size * (dim + 8)
+            source = ptx.address_of(pages) + (Int64(page) * pages.shape[1] + head) * head_bytes
+            ptx.mbarrier_expect(barrier, self.tile_bytes)
+            if cutlass.const_expr(self.page_size == TILE):
+                ptx.copy_bulk(buffer, source, self.tile_bytes, barrier)
+            else:
+                offset = ((tile + k * WARPS + warp) * TILE) % self.page_size
+                codes = source + offset * (dim // 2)
+                side = TILE * dim // 2
+                ptx.copy_bulk(buffer, codes, side, barrier)
+                ptx.copy_bulk(buffer + side, codes + self.page_size * dim // 2, side, barrier)
+                ptx.copy_bulk(buffer + 2 * side, source + self.page_size * dim + offset * 8, TILE * 8, barrier)
+
+    @cute.jit
+    def wait(self, barrier, phase):
+        ready = Int32(0)
+        while ready == 0:
+            ready = ptx.mbarrier_try(barrier, phase)
+
+    @cute.jit
+    def load_query(self, source, scale, lane):
+        """B operands of S^T = K q^T, and per own head (2c, 2c + 1) what a score and a zero point are multiplied by.
+
+        q is scaled by a power of two per head so that its largest element lies in [64, 128): in float16 the elements
+        divided by 16 then stay clear of the subnormals.
+        """
+        dim, group = self.head_dim, self.group_size
+        g, c = lane // 4, lane % 4
+        run = min(dim // 4, 32)  # consecutive channels of one lane
+        query = cute.make_rmem_tensor((self.octets * dim // 8,), Int32)
+        factors = cute.make_rmem_tensor((self.octets * 4,), Float32)
+        for octet in cutlass.range_constexpr(self.octets):
+            values = cute.make_rmem_tensor((dim // 4,), Float32)
+            values.fill(0.0)
+            own = octet * 8 + g
+            if own < group:
+                row = source + (own * dim + c * run) * 2
+                for chunk in cutlass.range_constexpr(dim // 4 // run):
+                    for part in cutlass.range_constexpr(run // 8):
+                        words = ptx.load_shared(row + chunk * 256 + part * 16, 4)
+                        for i in cutlass.range_constexpr(4):
+                            low, high = self.floats(words[i])
+                            values[chunk * run + part * 8 + 2 * i] = low
+                            values[chunk * run + part * 8 + 2 * i + 1] = high
+            largest = Float32(0.0)
+            for i in cutlass.range_constexpr(dim // 4):
+                largest = ptx.maximum(largest, ptx.maximum(values[i], -values[i]))
+            largest = ptx.maximum(largest, ptx.shuffle_xor(largest, 1))
+            largest = ptx.maximum(largest, ptx.shuffle_xor(largest, 2))
+            exponent = cutlass.max(ptx.float_to_bits(largest) >> 23, Int32(20))
+            up, down = ptx.bits_to_float((260 - exponent) << 23), ptx.bits_to_float((exponent - 6) << 23)
+            total = Float32(0.0)
+            for word in cutlass.range_constexpr(dim // 32):
+                for i in cutlass.range_constexpr(4):  # nibbles (0, 4), (1, 5), (2, 6), (3, 7) of the word
+                    small = 0.0625 if i % 2 else 1.0
+                    pair = ptx.floats_to_halves(
+                        values[8 * word + i] * up * small, values[8 * word + i + 4] * up * small
+                    )
+                    query[(octet * dim // 32 + word) * 4 + i] = pair
+                    low, high = ptx.halves_to_floats(pair)
+                    total = total + (low + high) * (1.0 / small)
+            total = total + ptx.shuffle_xor(total, 1)
+            total = total + ptx.shuffle_xor(total, 2)
+            for j in cutlass.range_constexpr(2):
+                owner = (2 * c + j) * 4  # the lane that loaded this head
+                factor = ptx.shuffle_from(down, owner) * scale
+                factors[octet * 4 + 2 * j] = factor * 16777216.0  # codes are subnormals, c * 2^-24
+                factors[octet * 4 + 2 * j + 1] = factor * ptx.shuffle_from(total, owner)
+        return query, factors
+
+    def floats(self, word):
+        return ptx.bfloats_to_floats(word) if self.is_bfloat16 else ptx.halves_to_floats(word)
+
+    @cute.jit
+    def attend(self, buffer, acc, state, query, factors, position, first_key, length, lane):
+        """One tile: scores of 16 tokens, their probabilities, and V times those into acc."""
+        dim, octets = self.head_dim, self.octets
+        g, c = lane // 4, lane % 4
+        first_key = cutlass.max(first_key, Int32(self.num_sinks))  # sinks are attended to from their own page
+        words_per_chunk = 2 if dim == 64 else 4
+        chunks = dim // 32 // words_per_chunk
+        scores = cute.make_rmem_tensor((octets * 8,), Float32)  # two chains per octet: half the latency
+        scores.fill(0.0)
+        key = buffer + g * (dim // 2) + c * (words_per_chunk * 4)
+        for chunk in cutlass.range_constexpr(chunks):
+            upper = ptx.load_shared(key + chunk * 64, words_per_chunk)
+            lower = ptx.load_shared(key + chunk * 64 + 4 * dim, words_per_chunk)  # 8 tokens on
+            for word in cutlass.range_constexpr(words_per_chunk):
+                up, down = upper[word], lower[word]
+                for half in cutlass.range_constexpr(2):
+                    a = (up & FIRST, down & FIRST, up & SECOND, down & SECOND)
+                    for octet in cutlass.range_constexpr(octets):
+                        at = (octet * dim // 32 + chunk * words_per_chunk + word) * 4 + 2 * half
+                        ptx.mma_f16(scores, octet * 8 + 4 * half, a, (query[at], query[at + 1]))
+                    up, down = up >> 8, down >> 8
+
+        value_scales = []
+        key_parameters = []
+        for row in cutlass.range_constexpr(2):
+            first, second = ptx.load_shared(buffer + TILE * dim + (g + 8 * row) * 8, 2)
+            key_parameters.append(ptx.halves_to_floats(first))
+            value_scales.append(ptx.halves_to_floats(second))
+
+        weights = []  # B operands of O^T += V^T P^T
+        for octet in cutlass.range_constexpr(octets):
+            s = []
+            for row in cutlass.range_constexpr(2):
+                k_scale, k_zero = key_parameters[row]
+                token = position + g + 8 * row
+                is_visible = (token >= first_key) & (token < length)
+                for j in cutlass.range_constexpr(2):
+                    i = octet * 8 + 2 * row + j
+                    product = (scores[i] + scores[i + 4]) * factors[octet * 4 + 2 * j]
+                    score = product * k_scale + k_zero * factors[octet * 4 + 2 * j + 1]
+                    s.append(cutlass.select_(is_visible, score, Float32(NEVER)))
+            at = octet * 6
+            high = (ptx.maximum(s[0], s[2]), ptx.maximum(s[1], s[3]))
+            if cute.arch.vote_any_sync((high[0] > state[at] + SLACK) | (high[1] > state[at + 1] + SLACK)):
+                for j in cutlass.range_constexpr(2):
+                    top = high[j]
+                    for distance in cutlass.range_constexpr(3):
+                        top = ptx.maximum(top, ptx.shuffle_xor(top, 4 << distance))
+                    top = ptx.maximum(top, state[at + j])
+                    shrink = ptx.exp2(state[at + j] - top)
+                    state[at + j] = top
+                    state[at + 2 + j] = state[at + 2 + j] * shrink
+                    state[at + 4 + j] = state[at + 4 + j] * shrink
+                    for i in cutlass.range_constexpr(dim // 16):
+                        base = (octet * dim // 16 + i) * 4 + j
+                        acc[base] = acc[base] * shrink
+                        acc[base + 2] = acc[base + 2] * shrink
+            for row in cutlass.range_constexpr(2):
+                v_scale, v_zero = value_scales[row]
+                p = []
+                for j in cutlass.range_constexpr(2):
+                    probability = ptx.exp2(s[2 * row + j] - state[at + j])
+                    state[at + 2 + j] = state[at + 2 + j] + probability
+                    state[at + 4 + j] = state[at + 4 + j] + probability * v_zero
+                    p.append(ptx.minimum(probability * v_scale, Float32(65504.0)))
+                weights.append(ptx.transpose_8x8(ptx.floats_to_halves(p[0], p[1])))
+
+        words = dim // 64
+        swap = (c // 2 if cutlass.const_expr(dim == 64) else c) % 2  # lanes take their two tokens in turns: banks
+        low_selector = cutlass.select_(swap == 1, Int32(0x1054), Int32(0x5410))
+        high_selector = cutlass.select_(swap == 1, Int32(0x3276), Int32(0x7632))
+        value = buffer + TILE * dim // 2 + g * (dim // 16) + 2 * c * (dim // 2)
+        tokens = []
+        for i in cutlass.range_constexpr(2):
+            tokens.append(ptx.load_shared(value + i * 4 * dim + swap * (dim // 2), words))
+            tokens.append(ptx.load_shared(value + i * 4 * dim + (1 - swap) * (dim // 2), words))
+        for word in cutlass.range_constexpr(words):
+            for pair in cutlass.range_constexpr(2):
+                selector = high_selector if pair else low_selector
+                x = ptx.permute_bytes(tokens[0][word], tokens[1][word], selector)
+                y = ptx.permute_bytes(tokens[2][word], tokens[3][word], selector)
+                for half in cutlass.range_constexpr(2):
+                    a = (x & FIRST, x & SECOND, y & FIRST, y & SECOND)
+                    for octet in cutlass.range_constexpr(octets):
+                        block = (word * 2 + pair) * 2 + half
+                        b = (weights[2 * octet], weights[2 * octet + 1])
+                        ptx.mma_f16(acc, (octet * dim // 16 + block) * 4, a, b)
+                    x, y = x >> 8, y >> 8
+
+    @cute.jit
+    def finish(
+        self,
+        q,
+        pages,
+        sink_pages,
+        partial,
+        counters,
+        out,
+        acc,
+        state,
+        at,
+        quota,
+        block,
+        scale,
+        sums,
+        stats,
+        sink_scores,
+        flag,
+        thread,
+        warp,
+        lane,
+    ):
+        """Merge the warps' states; write the output, or this CTA's part of it, and merge the parts if it is last."""
+        sequence, head, tile, count, parts_from, parts_to, length, first_key = at
+        dim, group = self.head_dim, self.group_size
+        g, c = lane // 4, lane % 4
+        ptx.copy_async_wait()
+        cute.arch.sync_threads()  # the last readers of sums are done
+        for octet in cutlass.range_constexpr(self.octets):
+            for j in cutlass.range_constexpr(2):
+                own = octet * 8 + 2 * c + j
+                for distance in cutlass.range_constexpr(3):
+                    for i in cutlass.range_constexpr(2):
+                        slot = octet * 6 + 2 + 2 * i + j
+                        state[slot] = state[slot] + ptx.shuffle_xor(state[slot], 4 << distance)
+                if own < group:
+                    if g == 0:
+                        ptx.store_shared(
+                            stats + (warp * group + own) * 8, state[octet * 6 + j], state[octet * 6 + 2 + j]
+                        )
+                    zero = state[octet * 6 + 4 + j]
+                    for i in cutlass.range_constexpr(dim // 32):
+                        base = (octet * dim // 16 + 2 * i) * 4 + j
+                        ptx.store_shared(
+                            self.sum_address(sums, warp, own, g * (dim // 32) + i),
+                            acc[base] * 16777216.0 + zero,
+                            acc[base + 2] * 1048576.0 + zero,
+                            acc[base + 4] * 16777216.0 + zero,
+                            acc[base + 6] * 1048576.0 + zero,
+                        )
+        cute.arch.sync_threads()
+
+        first_part, last_part = parts_from // quota, (parts_to - 1) // quota
+        num_parts = last_part - first_part + 1
+        is_last = Int32(1)
+        items = group * dim // 4
+        merged = cute.make_rmem_tensor((6 * (-(-items // (32 * WARPS))),), Float32)
+        for turn in cutlass.range_constexpr(-(-items // (32 * WARPS))):
+            item = thread + turn * 32 * WARPS
+            if item < items:
+                own, quad = item // (dim // 4), item % (dim // 4)
+                top = Float32(NOTHING)
+                for w in cutlass.range_constexpr(WARPS):
+                    top = ptx.maximum(top, ptx.bits_to_float(ptx.load_shared(stats + (w * group + own) * 8, 1)[0]))
+                values = [Float32(0.0) for _ in range(5)]
+                for w in cutlass.range_constexpr(WARPS):
+                    stat = ptx.load_shared(stats + (w * group + own) * 8, 2)
+                    shrink = ptx.exp2(ptx.bits_to_float(stat[0]) - top)
+                    words = ptx.load_shared(self.sum_address(sums, w, own, quad), 4)
+                    values[4] = values[4] + ptx.bits_to_float(stat[1]) * shrink
+                    for i in cutlass.range_constexpr(4):
+                        values[i] = values[i] + ptx.bits_to_float(words[i]) * shrink
+                for i in cutlass.range_constexpr(5):
+                    merged[turn * 6 + i] = values[i]
+                merged[turn * 6 + 5] = top
+
+        if num_parts > 1:
+            slot = 2 * block + Int32(parts_from >= block * quota)
+            for turn in cutlass.range_constexpr(-(-items // (32 * WARPS))):
+                item = thread + turn * 32 * WARPS
+                if item < items:
+                    own, quad = item // (dim // 4), item % (dim // 4)
+                    row = ptx.address_of(partial) + (Int64(slot) * group + own) * ((dim + 4) * 4)
+                    base = turn * 6
+                    ptx.store_global(
+                        row + quad * 16, merged[base], merged[base + 1], merged[base + 2], merged[base + 3]
+                    )
+                    if quad == 0:
+                        ptx.store_global(row + dim * 4, merged[base + 5], merged[base + 4])
+            cute.arch.sync_threads()
+            counter = ptx.address_of(counters) + (sequence * pages.shape[1] + head) * 4
+            if thread == 0:
+                cute.arch.fence_acq_rel_gpu()
+                arrived = ptx.add_release(counter, 1)
+                ptx.store_shared(flag, Int32(arrived == num_parts - 1))
+                if arrived == num_parts - 1:
+                    ptx.store_global(counter, Int32(0))
+            cute.arch.sync_threads()
+            is_last = ptx.load_shared(flag, 1)[0]
+            if is_last == 1:
+                for turn in cutlass.range_constexpr(-(-items // (32 * WARPS))):
+                    item = thread + turn * 32 * WARPS
+                    if item < items:
+                        own, quad = item // (dim // 4), item % (dim // 4)
+                        self.merge_parts(partial, merged, turn * 6, first_part, num_parts, own, quad)
+
+        if is_last == 1:
+            if cutlass.const_expr(self.num_sinks > 0):
+                self.score_sinks(q, pages, sink_pages, at, scale, sink_scores, warp, lane)
+                cute.arch.sync_threads()
+            for turn in cutlass.range_constexpr(-(-items // (32 * WARPS))):
+                item = thread + turn * 32 * WARPS
+                if item < items:
+                    own, quad = item // (dim // 4), item % (dim // 4)
+                    base = turn * 6
+                    if cutlass.const_expr(self.num_sinks > 0):
+                        self.add_sinks(pages, sink_pages, at, merged, base, sink_scores, own, quad)
+                    share = Float32(0.0)
+                    if merged[base + 4] > 0.0:
+                        share = 1.0 / merged[base + 4]
+                    low = self.pack(merged[base] * share, merged[base + 1] * share)
+                    high = self.pack(merged[base + 2] * share, merged[base + 3] * share)
+                    row = ptx.address_of(out) + (Int64(sequence) * q.shape[1] + head * group + own) * (dim * 2)
+                    ptx.store_global(row + quad * 8, low, high)
+
+    def sum_address(self, sums, warp, own, quad):
+        """Where a warp's sums for four channels of a head stand: swizzled against bank conflicts of their writers."""
+        return sums + ((warp * self.group_size + own) * (self.head_dim // 4) + (quad ^ ((own >> 1) & 3))) * 16
+
+    @cute.jit
+    def merge_parts(self, partial, merged, base, first_part, num_parts, own, quad):
+        """merged[base : base + 6] = four sums, the sum of probabilities and the maximum over all parts, in order."""
+        dim, group = self.head_dim, self.group_size
+        for i in cutlass.range_constexpr(5):
+            merged[base + i] = Float32(0.0)
+        merged[base + 5] = Float32(NOTHING)
+        for start in cutlass.range(0, num_parts, PARTS, unroll=1):
+            stats, quads = [], []
+            for i in cutlass.range_constexpr(PARTS):
+                part = cutlass.min(start + i, num_parts - 1)
+                slot = 2 * (first_part + part) + Int32(part == 0)
+                row = ptx.address_of(partial) + (Int64(slot) * group + own) * ((dim + 4) * 4)
+                stats.append(ptx.load_global_coherent(row + dim * 4, 2))
+                quads.append(ptx.load_global_coherent(row + quad * 16, 4))
+            top = merged[base + 5]
+            for i in cutlass.range_constexpr(PARTS):
+                top = ptx.maximum(top, ptx.bits_to_float(stats[i][0]))
+            shrink = ptx.exp2(merged[base + 5] - top)
+            for i in cutlass.range_constexpr(5):
+                merged[base + i] = merged[base + i] * shrink
+            for i in cutlass.range_constexpr(PARTS):
+                weight = ptx.exp2(ptx.bits_to_float(stats[i][0]) - top)
+                weight = cutlass.select_(start + i < num_parts, weight, Float32(0.0))
+                merged[base + 4] = merged[base + 4] + ptx.bits_to_float(stats[i][1]) * weight
+                for j in cutlass.range_constexpr(4):
+                    merged[base + j] = merged[base + j] + ptx.bits_to_float(quads[i][j]) * weight
+            merged[base + 5] = top
+
+    def pack(self, low, high):
+        return ptx.floats_to_bfloats(low, high) if self.is_bfloat16 else ptx.floats_to_halves(low, high)
+
+    def sink_floats(self, word):
+        return ptx.bfloats_to_floats(word) if self.sinks_bfloat16 else ptx.halves_to_floats(word)
+
+    @cute.jit
+    def score_sinks(self, q, pages, sink_pages, at, scale, sink_scores, warp, lane):
+        """Scores of the sinks in 16 bit, one warp per (head, sink) in turn; hidden ones get NEVER."""
+        sequence, head, length = at[0], at[1], at[6]
+        dim, group, num_sinks = self.head_dim, self.group_size, self.num_sinks
+        head_bytes = self.page_size * (dim + 8)
+        page = Int32(0)
+        if length > 0:
+            page = sink_pages[sequence]
+        source = ptx.address_of(pages) + (Int64(page) * pages.shape[1] + head) * head_bytes
+        for pair in cutlass.range(warp, group * num_sinks, WARPS, unroll=1):
+            own, sink = pair // num_sinks, pair % num_sinks
+            row = ptx.address_of(q) + (Int64(sequence) * q.shape[1] + head * group + own) * (dim * 2)
+            score = Float32(0.0)
+            for i in cutlass.range_constexpr(dim // 64):
+                a = self.floats(ptx.load_global(row + (lane + 32 * i) * 4, 1)[0])
+                b = self.sink_floats(ptx.load_global(source + sink * dim * 2 + (lane + 32 * i) * 4, 1)[0])
+                score = score + a[0] * b[0] + a[1] * b[1]
+            for distance in cutlass.range_constexpr(5):
+                score = score + ptx.shuffle_xor(score, 1 << distance)
+            is_visible = (sink < length) & (sink >= at[7])
+            if lane == 0:
+                ptx.store_shared(
+                    sink_scores + (own * 4 + sink) * 4, cutlass.select_(is_visible, score * scale, Float32(NEVER))
+                )
+
+    @cute.jit
+    def add_sinks(self, pages, sink_pages, at, merged, base, sink_scores, own, quad):
+        sequence, head, length = at[0], at[1], at[6]
+        dim, num_sinks = self.head_dim, self.num_sinks
+        page = Int32(0)
+        if length > 0:
+            page = sink_pages[sequence]
+        source = ptx.address_of(pages) + (Int64(page) * pages.shape[1] + head) * (self.page_size * (dim + 8))
+        for sink in cutlass.range_constexpr(num_sinks):
+            score = ptx.bits_to_float(ptx.load_shared(sink_scores + (own * 4 + sink) * 4, 1)[0])
+            top = ptx.maximum(merged[base + 5], score)
+            old, new = ptx.exp2(merged[base + 5] - top), ptx.exp2(score - top)
+            words = ptx.load_global(source + (num_sinks + sink) * dim * 2 + quad * 8, 2)
+            values = (*self.sink_floats(words[0]), *self.sink_floats(words[1]))
+            for i in cutlass.range_constexpr(4):
+                merged[base + i] = merged[base + i] * old + values[i] * new
+            merged[base + 4] = merged[base + 4] * old + new
+            merged[base + 5] = top

@@ -1,0 +1,363 @@
+"""The KV cache on Hopper: which kernel writes and attends to pages, compiled, loaded and launched.
+
+Decode over 4-bit pages is `kv4_decode_sm90.py`, over 16-bit pages `kv16_sm90.py`; writing is `kv4_write_sm90.py`.
+A chunk of a prompt reads its sequence's pages into a contiguous workspace and attends there through PyTorch's SDPA:
+its own tokens in quantised form too, so that the law of kv4.py (an output depends on its sequence alone) holds up to
+the rounding of SDPA. Everything a decode launch needs is computed on the device, so a CUDA graph of a step may be
+replayed after its block tables and lengths were overwritten in place.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from w4a4.kernels.compile_cache import Kernel, load
+from w4a4.kernels.kv4 import KVBatch, KVPageLayout, sink_view
+
+ARCH = "sm_90a"
+LOG2_E = 1.4426950408889634
+MAX_PARTS = 32
+"""CTAs that share one kv-head of one sequence on average, at most: merging their parts costs about 0.1 us each."""
+_MAX_COUNTERS = 1 << 16
+_TILE = 16
+_UNLIMITED = 1 << 30
+_FLOATS = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class DecodeVariant:
+    """What is fixed when a decode kernel is compiled. group_size: query heads of a kv-head, 1 to 16."""
+
+    head_dim: int
+    group_size: int
+    page_size: int
+    num_sinks: int
+    dtype: torch.dtype
+    sink_dtype: torch.dtype
+
+    @property
+    def name(self) -> str:
+        types = "".join("b" if dtype == torch.bfloat16 else "h" for dtype in (self.dtype, self.sink_dtype))
+        return f"kv4-decode-d{self.head_dim}-g{self.group_size}-p{self.page_size}-s{self.num_sinks}-{types}"
+
+    @property
+    def blocks_per_multiprocessor(self) -> int:
+        return 4 if self.head_dim <= 128 and self.group_size <= 8 else 2
+
+
+@dataclass(frozen=True)
+class WriteVariant:
+    """What is fixed when a write kernel is compiled."""
+
+    head_dim: int
+    page_size: int
+    bits: int
+    num_sinks: int
+    dtype: torch.dtype
+    page_dtype: torch.dtype
+    has_norm: bool
+    has_mean: bool
+    use_hadamard: bool
+
+    @property
+    def name(self) -> str:
+        types = "".join("b" if dtype == torch.bfloat16 else "h" for dtype in (self.dtype, self.page_dtype))
+        flags = ("n" if self.has_norm else "") + ("m" if self.has_mean else "") + ("h" if self.use_hadamard else "")
+        sizes = f"d{self.head_dim}-p{self.page_size}-b{self.bits}-s{self.num_sinks}"
+        return f"kv4-write-{sizes}-{types}{'-' if flags else ''}{flags}"
+
+
+def kernel_of(variant: DecodeVariant | WriteVariant) -> Kernel:
+    """A variant as something to compile and cache."""
+    here = Path(__file__).parent
+    if isinstance(variant, DecodeVariant):
+        return Kernel(variant.name, (here / "kv4_decode_sm90.py", here / "ptx_sm90.py"), lambda: _build_decode(variant))
+    return Kernel(variant.name, (here / "kv4_write_sm90.py", here / "ptx_sm90.py"), lambda: _build_write(variant))
+
+
+def kernels_of(
+    layout: KVPageLayout, num_heads: int, dtype: torch.dtype, has_norm: bool, has_mean: bool, use_hadamard: bool
+) -> dict[str, Kernel]:
+    """Every kernel of this file that a model with such a cache launches, by name."""
+    variants: list[DecodeVariant | WriteVariant] = [write_variant(layout, dtype, has_norm, has_mean, use_hadamard)]
+    if layout.bits == 4:
+        variants.append(decode_variant(layout, num_heads, dtype))
+    return {variant.name: kernel_of(variant) for variant in variants}
+
+
+def decode_variant(layout: KVPageLayout, num_heads: int, dtype: torch.dtype) -> DecodeVariant:
+    group_size = num_heads // layout.num_kv_heads
+    if dtype not in _FLOATS or not 1 <= group_size <= 16:
+        raise ValueError(
+            f"decode kernels take bf16 or fp16 and 1 to 16 query heads a kv-head, got {dtype}, {group_size}"
+        )
+    return DecodeVariant(layout.head_dim, group_size, layout.page_size, layout.num_sinks, dtype, layout.dtype)
+
+
+def write_variant(
+    layout: KVPageLayout, dtype: torch.dtype, has_norm: bool, has_mean: bool, use_hadamard: bool
+) -> WriteVariant:
+    if dtype not in _FLOATS:
+        raise ValueError(f"write kernels take bf16 or fp16, got {dtype}")
+    return WriteVariant(
+        layout.head_dim, layout.page_size, layout.bits, layout.num_sinks, dtype, layout.dtype,
+        has_norm, has_mean, use_hadamard,
+    )  # fmt: skip
+
+
+def _fake(dtype: Any, *shape: Any, align: int = 16) -> Any:
+    from cutlass.cute.runtime import make_fake_compact_tensor
+
+    order = tuple(range(len(shape) - 1, -1, -1))
+    return make_fake_compact_tensor(dtype, shape, stride_order=order, assumed_align=align)
+
+
+def _build_decode(variant: DecodeVariant) -> Any:
+    import cutlass.cute as cute
+    from cutlass import BFloat16, Float16, Float32, Int32, Uint8
+    from cutlass.cute.runtime import make_fake_stream
+
+    from w4a4.kernels.kv4_decode_sm90 import Kv4Decode
+
+    is_bfloat16 = variant.dtype == torch.bfloat16
+    kernel = Kv4Decode(
+        variant.head_dim, variant.group_size, variant.page_size, variant.num_sinks, is_bfloat16,
+        variant.sink_dtype == torch.bfloat16, variant.blocks_per_multiprocessor,
+    )  # fmt: skip
+    rows, sequences, heads, kv_heads, pages, columns, slots, counters = (cute.sym_int() for _ in range(8))
+    query = _fake(BFloat16 if is_bfloat16 else Float16, rows, heads, variant.head_dim)
+    return cute.compile(
+        kernel,
+        query,
+        _fake(Uint8, pages, kv_heads, variant.page_size * (variant.head_dim + 8)),
+        _fake(Int32, sequences, columns, align=4),
+        _fake(Int32, sequences, align=4),
+        _fake(Int32, sequences, align=4),
+        _fake(Int32, sequences, align=4),
+        _fake(Float32, slots, variant.group_size, variant.head_dim + 4),
+        _fake(Int32, counters, align=4),
+        query,
+        Float32(1.0),
+        Int32(1),
+        Int32(1),
+        make_fake_stream(use_tvm_ffi_env_stream=True),
+        options="--enable-tvm-ffi",
+    )
+
+
+def _build_write(variant: WriteVariant) -> Any:
+    import cutlass.cute as cute
+    from cutlass import BFloat16, Float16, Float32, Int64, Uint8
+    from cutlass.cute.runtime import make_fake_stream
+
+    from w4a4.kernels.kv4_write_sm90 import Kv4Write
+
+    is_bfloat16, dim = variant.dtype == torch.bfloat16, variant.head_dim
+    kernel = Kv4Write(
+        dim, variant.page_size, variant.bits, variant.num_sinks, is_bfloat16, variant.page_dtype == torch.bfloat16,
+        variant.has_norm, variant.has_mean, variant.use_hadamard,
+    )  # fmt: skip
+    tokens, heads, q_heads, kv_heads, pages, mean_rows = (cute.sym_int() for _ in range(6))
+    head_bytes = variant.page_size * (dim + 8 if variant.bits == 4 else 4 * dim)
+    dtype = BFloat16 if is_bfloat16 else Float16
+    return cute.compile(
+        kernel,
+        _fake(dtype, tokens, heads, dim),
+        _fake(Float32, tokens, dim // 2),
+        _fake(Float32, tokens, dim // 2),
+        _fake(dtype, dim),
+        _fake(dtype, dim),
+        _fake(Float32, mean_rows, dim),
+        _fake(Int64, tokens, align=8),
+        _fake(Int64, tokens, align=8),
+        _fake(Uint8, pages, kv_heads, head_bytes),
+        _fake(dtype, tokens, q_heads, dim),
+        Float32(1.0),
+        make_fake_stream(use_tvm_ffi_env_stream=True),
+        options="--enable-tvm-ffi",
+    )
+
+
+@cache
+def _loaded(variant: DecodeVariant | WriteVariant) -> Any:
+    return load(kernel_of(variant), ARCH)
+
+
+@cache
+def _workspace(device: torch.device, blocks: int, group_size: int, head_dim: int) -> tuple[Tensor, Tensor]:
+    """Parts of kv-heads that CTAs share, and how many have arrived (zero between launches)."""
+    parts = torch.empty(2 * blocks, group_size, head_dim + 4, device=device)
+    return parts, torch.zeros(_MAX_COUNTERS, dtype=torch.int32, device=device)
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@cache
+def _any_floats(device: torch.device, head_dim: int) -> Tensor:
+    """Stands for a mean that a kernel was compiled not to read."""
+    return torch.empty(1, head_dim, device=device)
+
+
+def kv4_write(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    pages: Tensor,
+    slots: Tensor,
+    layout: KVPageLayout,
+    sink_slots: Tensor | None,
+    k_mean: Tensor | None,
+    use_hadamard: bool,
+    norms: tuple[Tensor, Tensor] | None,
+    eps: float,
+) -> Tensor:
+    """`kv4.kv_rope_write` on a Hopper GPU: q [T, Hq, D] in qkv's dtype, k and v into pages of either width."""
+    tokens, heads, dim = qkv.shape
+    variant = write_variant(layout, qkv.dtype, norms is not None, k_mean is not None, use_hadamard)
+    q = torch.empty(tokens, heads - 2 * layout.num_kv_heads, dim, dtype=qkv.dtype, device=qkv.device)
+    if tokens:
+        q_gain, k_gain = (qkv[0, 0], qkv[0, 0]) if norms is None else (norm.to(qkv.dtype) for norm in norms)
+        _loaded(variant)(
+            qkv.contiguous(),
+            cos,
+            sin,
+            q_gain,
+            k_gain,
+            _any_floats(qkv.device, dim) if k_mean is None else k_mean.float(),
+            slots,
+            slots if sink_slots is None else sink_slots,
+            pages,
+            q,
+            eps,
+        )
+    return q
+
+
+def attention(
+    q: Tensor, pages: Tensor, batch: KVBatch, layout: KVPageLayout, scale: float, window: int | None
+) -> Tensor:
+    """`kv4.kv_attention` on a Hopper GPU. Steps of one query row a sequence never wait for the device."""
+    if q.shape[0] == batch.block_tables.shape[0]:
+        return _decode(q.contiguous(), pages, batch, layout, scale, window)
+    output = torch.zeros_like(q)
+    starts, lengths = batch.on_host
+    single = [b for b, length in enumerate(lengths) if starts[b + 1] - starts[b] == 1 and length]
+    if single:
+        rows, decodes = batch.decodes(single)
+        output[rows] = _decode(q[rows], pages, decodes, layout, scale, window)
+    for b, length in enumerate(lengths):
+        if starts[b + 1] - starts[b] > 1 and length:
+            chunk = q[starts[b] : starts[b + 1]]
+            output[starts[b] : starts[b + 1]] = kv4_prefill(chunk, pages, batch, b, length, layout, scale, window)
+    return output
+
+
+def _decode(q: Tensor, pages: Tensor, batch: KVBatch, layout: KVPageLayout, scale: float, window: int | None) -> Tensor:
+    if layout.bits == 16:
+        from w4a4.kernels.kv16_sm90 import decode_16, splits_for
+
+        splits = splits_for(q.shape[0] * layout.num_kv_heads, _multiprocessors(q.device))
+        query = q.to(layout.dtype)
+        out = decode_16(
+            query, pages, batch.block_tables, batch.context_lengths, layout.page_size, scale, window, splits
+        )
+        return out.to(q.dtype)
+    if layout.num_sinks and batch.sink_pages is None:
+        raise ValueError(f"the layout keeps {layout.num_sinks} sinks, so the batch needs sink_pages, got None")
+    return kv4_decode(q, pages, batch, layout, scale, window)
+
+
+def kv4_decode(
+    q: Tensor, pages: Tensor, batch: KVBatch, layout: KVPageLayout, scale: float, window: int | None = None
+) -> Tensor:
+    """Attention of one query row per sequence, q [B, Hq, D] float16 or bfloat16, to its 4-bit pages: [B, Hq, D]."""
+    sequences, heads, dim = q.shape
+    if sequences * layout.num_kv_heads > _MAX_COUNTERS:
+        raise ValueError(f"at most {_MAX_COUNTERS // layout.num_kv_heads} sequences in one launch, got {sequences}")
+    variant = decode_variant(layout, heads, q.dtype)
+    most = _multiprocessors(q.device) * variant.blocks_per_multiprocessor
+    parts, counters = _workspace(q.device, most, variant.group_size, dim)
+    lengths = batch.context_lengths
+    out = torch.empty_like(q)
+    _loaded(variant)(
+        q,
+        pages,
+        batch.block_tables,
+        lengths,
+        _tile_ends(batch, window),
+        lengths if batch.sink_pages is None else batch.sink_pages,
+        parts,
+        counters,
+        out,
+        scale * LOG2_E,
+        window or _UNLIMITED,
+        min(most, MAX_PARTS * sequences * layout.num_kv_heads),
+    )
+    return out
+
+
+def _tile_ends(batch: KVBatch, window: int | None) -> Tensor:
+    """int32 [B]: running sum of the tiles of 16 tokens that each sequence's query sees, at least one each."""
+
+    def compute() -> Tensor:
+        lengths = batch.context_lengths
+        first = 0 if window is None else (lengths - window).clamp(min=0) // _TILE
+        return ((lengths + (_TILE - 1)) // _TILE - first).clamp(min=1).cumsum(0, dtype=torch.int32)
+
+    return batch.planned(("tile_ends", window), compute)
+
+
+def kv4_prefill(
+    q: Tensor,
+    pages: Tensor,
+    batch: KVBatch,
+    sequence: int,
+    length: int,
+    layout: KVPageLayout,
+    scale: float,
+    window: int | None = None,
+) -> Tensor:
+    """Attention of the last T tokens of a sequence of `length`, q [T, Hq, D], to all of its pages: [T, Hq, D]."""
+    table = batch.block_tables[sequence, : -(-length // layout.page_size)]
+    sink_page = None if batch.sink_pages is None else batch.sink_pages[sequence]
+    keys, values = read_pages(pages, table, length, layout, sink_page, q.dtype)
+    tokens = q.shape[0]
+    mask = None
+    if window is not None and window < length or tokens != length:
+        positions = torch.arange(length, device=q.device)
+        distance = positions[length - tokens :, None] - positions
+        mask = (distance >= 0) & (distance < (window or length))
+    out = scaled_dot_product_attention(
+        q.transpose(0, 1).unsqueeze(0), keys.unsqueeze(0), values.unsqueeze(0),
+        attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True,
+    )  # fmt: skip
+    return out.squeeze(0).transpose(0, 1)
+
+
+def read_pages(
+    pages: Tensor, table: Tensor, length: int, layout: KVPageLayout, sink_page: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Keys and values [Hkv, length, D] of one sequence, dequantised; table: its pages in order."""
+    if layout.bits == 16:
+        shape = (-1, layout.num_kv_heads, 2, layout.page_size, layout.head_dim)
+        halves = pages[table].view(layout.dtype).view(shape).to(dtype)
+        both = halves.permute(2, 1, 0, 3, 4).flatten(2, 3)[:, :, :length]
+        return both[0], both[1]
+    from w4a4.kernels.kv4_read import dequantize_pages
+
+    keys, values = dequantize_pages(pages, table, layout, dtype)
+    if layout.num_sinks and sink_page is not None:
+        count = min(layout.num_sinks, length)
+        sinks = sink_view(pages[sink_page], layout).to(dtype)  # [Hkv, 2, S, D]
+        keys[:, :count], values[:, :count] = sinks[:, 0, :count], sinks[:, 1, :count]
+    return keys[:, :length], values[:, :length]
