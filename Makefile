@@ -59,6 +59,7 @@ bench: install ## speed of the newest checkpoint on this machine
 
 docs: install ## rewrite the parts of docs/ that are generated
 	$(BIN)/python docs/command_reference.py > docs/commands.md
+	$(BIN)/python benchmarks/render.py
 
 build: install ## wheel and source archive in dist/
 	$(BIN)/python -m build
