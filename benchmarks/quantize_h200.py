@@ -135,13 +135,12 @@ def measure(case: Case, tokens: int) -> dict[str, Any]:
     microseconds = median_us([call(i) for i in range(calls)])
     return {
         "model": case.model,
-        "step": case.step,
-        "layout": case.layout,
-        "tokens": tokens,
-        "channels": case.channels,
-        "kernel": variant.name,
+        "kernel": f"{case.step} ({case.layout})",
+        "m": tokens,
+        "k": case.channels,
+        "variant": variant.name,
         "bytes": num_bytes,
-        "us": round(microseconds, 2),
+        "ours_us": round(microseconds, 2),
         "gbps": round(num_bytes / microseconds / 1e3, 1),
         "fraction": round(num_bytes / (microseconds * 1e-6) / COPY_BYTES_PER_SECOND, 3),
     }
@@ -157,7 +156,7 @@ def copy_record() -> dict[str, float]:
 
 def commit() -> str:
     found = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
-    return found.stdout.strip() or "unknown"
+    return found.stdout.strip() if found.returncode == 0 else "unknown"
 
 
 def driver() -> str:
@@ -169,6 +168,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--compile", type=Path)
+    parser.add_argument("--commit", default=None, help="where the tree is no git checkout")
     parser.add_argument("--tokens", type=int, nargs="*", default=TOKENS)
     arguments = parser.parse_args()
     if arguments.compile:
@@ -183,14 +183,14 @@ def main() -> None:
     for case in cases():
         for tokens in arguments.tokens:
             records.append(measure(case, tokens))
-        row = " ".join(f"{r['tokens']}:{r['us']:.1f}us/{r['fraction']:.0%}" for r in records[-len(arguments.tokens) :])
+        row = " ".join(f"{r['m']}:{r['ours_us']:.1f}us/{r['fraction']:.0%}" for r in records[-len(arguments.tokens) :])
         print(f"{case.model} {case.step} [{case.layout}] {row}", flush=True)
     if arguments.out:
         result = {
             "gpu": torch.cuda.get_device_name(),
             "driver": driver(),
             "versions": {"torch": torch.__version__, "cuda": torch.version.cuda},
-            "commit": commit(),
+            "commit": arguments.commit or commit(),
             "limit_bytes_per_second": COPY_BYTES_PER_SECOND,
             "copy": copy,
             "records": records,
