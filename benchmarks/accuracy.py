@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from reference_ops import reference_model
 from torch import Tensor
 
 from w4a4.calibrate.decoder import FloatModel, LayerMath, layer_weights
@@ -33,7 +34,6 @@ from w4a4.export.summary import summarize_checkpoint
 from w4a4.kernels.layout import ActMode
 from w4a4.kernels.reference import block_hadamard, dequantize_kv, quantize_kv, rms_norm
 from w4a4.serve.evaluate import Evaluation, evaluate_all
-from w4a4.serve.model import CausalLM
 
 PATHS: dict[str, tuple[tuple[ActMode, int], ...]] = {
     "dual": (("map", 4), ("a8", 4), ("a16", 16), ("map", 16)),
@@ -49,8 +49,8 @@ PATHS: dict[str, tuple[tuple[ActMode, int], ...]] = {
 class _KV4Math(LayerMath):
     """A float layer whose keys and values are rounded before they are attended to."""
 
-    def __init__(self, config: ModelConfig, layer: int, num_tokens: int, k_mean: Tensor, sinks: int) -> None:
-        super().__init__(config, layer, num_tokens)
+    def __init__(self, config: ModelConfig, layer: int, x: Tensor, k_mean: Tensor, sinks: int) -> None:
+        super().__init__(config, layer, x.shape[1], x.device)
         self.k_mean, self.sinks = k_mean, sinks
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -67,24 +67,24 @@ class _KV4Math(LayerMath):
 class FloatKV4:
     """Float weights in `dual`'s basis, K and V rounded to 4 bits as the cache would: what KV4 alone costs."""
 
-    def __init__(self, source: Source, recipe: Recipe, stats: CalibrationStats) -> None:
-        self.config = source.config
+    def __init__(self, source: Source, recipe: Recipe, stats: CalibrationStats, device: str) -> None:
+        self.config, self.device = source.config, device
         self.sinks = recipe.sink_tokens
         transform = DualTransform(source.config, recipe, stats)
         table = source.tensor("model.embed_tokens.weight")
         head = table if source.config.tie_word_embeddings else source.tensor("lm_head.weight")
-        self.embedding = transform.embedding(table)
-        _, self.head = transform.head(source.tensor("model.norm.weight"), head)
+        self.embedding = transform.embedding(table).to(device)
+        self.head = transform.head(source.tensor("model.norm.weight"), head)[1].to(device)
         self.layers: list[tuple[dict[str, Tensor], Tensor]] = []
         for index in range(source.config.num_layers):
-            weights, extra, _ = transform.layer(index, layer_weights(source, index))
+            weights, extra, _ = transform.layer(index, layer_weights(source, index, device))
             self.layers.append((weights, extra["self_attn.k_mean"]))
 
     @torch.inference_mode()
     def __call__(self, tokens: Tensor) -> Tensor:
-        x = self.embedding[tokens]
+        x = self.embedding[tokens.to(self.device)]
         for index, (weights, k_mean) in enumerate(self.layers):
-            x = _KV4Math(self.config, index, tokens.shape[1], k_mean, self.sinks).forward(weights, x)
+            x = _KV4Math(self.config, index, x, k_mean, self.sinks).forward(weights, x)
         return rms_norm(x, None, self.config.rms_norm_eps) @ self.head.T
 
 
@@ -102,15 +102,17 @@ def main() -> None:
     parser.add_argument("--window", type=int, default=2048)
     parser.add_argument("--data", default="wikitext2", help="text scored")
     parser.add_argument("--split", default="test", help="of that text; choose on validation, report on test")
+    parser.add_argument("--device", default="cpu", help="where all of it runs, by the reference's operations")
+    parser.add_argument("--commit", default="", help="of this repository, where git is not at hand")
     parser.add_argument("--no-kv-alone", action="store_true")
     arguments = parser.parse_args()
     source = open_source(arguments.model)
     text = load_text(arguments.data, arguments.split)
     ids = windows(source.tokenizer(), text, arguments.window, arguments.tokens)
-    reference = FloatModel(source)
+    reference = FloatModel(source, arguments.device)
     record = _Recorder(arguments, source, f"{text.name} {text.split_name}", reference, ids)
     for seed in arguments.seeds:
-        stats = _calibrate(source, arguments.samples, arguments.seq, seed)
+        stats = _calibrate(source, arguments.samples, arguments.seq, seed, arguments.device)
         for name in arguments.recipes:
             overrides = {key: json.loads(value) for key, _, value in (pair.partition("=") for pair in arguments.set)}
             recipe = replace(load_recipe(name, overrides), seed=seed)
@@ -118,7 +120,7 @@ def main() -> None:
                 record.packed(source, stats, recipe)
         if not arguments.no_kv_alone and record.is_missing("kv4", seed):
             recipe = replace(load_recipe("dual"), seed=seed)
-            record.add(stats, "kv4", {("a16", 4): FloatKV4(source, recipe, stats)}, 16.0, 0.0)
+            record.add(stats, "kv4", {("a16", 4): FloatKV4(source, recipe, stats, arguments.device)}, 16.0, 0.0)
 
 
 class _Recorder:
@@ -136,9 +138,7 @@ class _Recorder:
         self.records: list[dict[str, Any]] = []
         if self.path.exists():
             self.records = json.loads(self.path.read_text())["records"]
-        self.commit = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
-        ).stdout.strip()
+        self.commit: str = arguments.commit or git_commit()
 
     def is_missing(self, recipe: str, seed: int) -> bool:
         mine = (self.arguments.model, recipe, self.arguments.variant, self.text, seed)
@@ -148,12 +148,11 @@ class _Recorder:
 
     def packed(self, source: Source, stats: CalibrationStats, recipe: Recipe) -> None:
         with tempfile.TemporaryDirectory() as folder:
-            checkpoint = open_checkpoint(quantize(source, stats, recipe, Path(folder) / "packed"))
+            device = self.arguments.device
+            checkpoint = open_checkpoint(quantize(source, stats, recipe, Path(folder) / "packed", device))
             summary = summarize_checkpoint(checkpoint)
-            models = {
-                (act, kv): CausalLM(checkpoint, "cpu", act, kv).score
-                for act, kv in PATHS.get(recipe.name, PATHS["dual"])
-            }
+            paths = PATHS.get(recipe.name, PATHS["dual"])
+            models = {(act, kv): reference_model(checkpoint, device, act, kv).score for act, kv in paths}
             self.add(stats, recipe.name, models, summary.weight_bits, summary.mac_share_4bit)
 
     def add(
@@ -193,13 +192,19 @@ class _Recorder:
         return record | ({"variant": self.arguments.variant} if self.arguments.variant else {})
 
 
-def _calibrate(source: Source, samples: int, seq: int, seed: int) -> CalibrationStats:
+def git_commit() -> str:
+    """The short hash of this repository's commit."""
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def _calibrate(source: Source, samples: int, seq: int, seed: int, device: str) -> CalibrationStats:
     text = load_text("wikitext2", "train")
     tokens = calibration_tokens(source.tokenizer(), text, samples, seq, seed)
     identity = source.identity
     described = f"{text.name} {text.split_name}"
     run = CalibrationRun(identity.name, identity.sha256, described, samples, seq, seed, token_hash(tokens))
-    return collect(source, run, tokens)
+    return collect(source, run, tokens, device)
 
 
 if __name__ == "__main__":
