@@ -76,7 +76,6 @@ def run(codes: Tensor, scales: Tensor, linear: PrepackedLinear, out: Tensor, pla
     """`gemm` with a given plan and operands that were checked."""
     variant = plan.variant
     launch = schedule(linear, codes.shape[0], plan, _multiprocessors(codes.device.index))
-    counters, partials = _workspace(codes.device.index, launch.counters, launch.partial_words)
     segments = linear.layout.segments
     steps = [-(-blocks // variant.step_blocks(i)) for i, blocks in enumerate(linear.blocks)]
     kernel = _kernel(variant)
@@ -86,8 +85,7 @@ def run(codes: Tensor, scales: Tensor, linear: PrepackedLinear, out: Tensor, pla
         linear.words,
         linear.rows.view(-1),
         out,
-        counters,
-        partials,
+        _workspace(codes.device.index, launch.partial_words),
         launch.clusters,
         launch.whole_tiles,
         min(plan.token_group, launch.token_tiles),
@@ -104,7 +102,6 @@ class Launch:
     clusters: int
     token_tiles: int
     whole_tiles: int
-    counters: int
     partial_words: int
 
 
@@ -114,7 +111,7 @@ def schedule(linear: PrepackedLinear, tokens: int, plan: Plan, multiprocessors: 
     token_tiles = -(-tokens // variant.tokens)
     tiles = token_tiles * -(-linear.words.shape[0] // (variant.row_blocks * variant.cluster))
     steps = sum(-(-blocks // variant.step_blocks(i)) for i, blocks in enumerate(linear.blocks))
-    clusters = multiprocessors // variant.cluster
+    clusters = multiprocessors // variant.cluster * plan.residents
     if plan.share == "none":
         whole = tiles
         clusters = min(clusters, tiles)
@@ -126,13 +123,13 @@ def schedule(linear: PrepackedLinear, tokens: int, plan: Plan, multiprocessors: 
         whole = 0
         clusters = min(clusters, tiles * steps)
     shared = tiles - whole
-    lanes = variant.cluster * variant.warpgroups
+    if shared and not variant.shares_tiles:
+        raise ValueError(f"{variant.name} was not made to share tiles")
     return Launch(
         clusters=clusters,
         token_tiles=token_tiles,
         whole_tiles=whole,
-        counters=shared * lanes,
-        partial_words=clusters * 2 * lanes * variant.partial_words * 128 if shared else 0,
+        partial_words=clusters * variant.cluster * variant.warpgroups * variant.partial_words * 128 if shared else 0,
     )
 
 
@@ -158,21 +155,15 @@ def _multiprocessors(device: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-_workspaces: dict[int, list[tuple[Tensor, Tensor]]] = {}
+_workspaces: dict[int, list[Tensor]] = {}
 
 
-def _workspace(device: int, counters: int, partial_words: int) -> tuple[Tensor, Tensor]:
-    """Counters (zero between launches: the kernel resets what it used) and partial sums of a device.
+def _workspace(device: int, words: int) -> Tensor:
+    """Where clusters hand over sums: all words are `NOTHING` between launches, the kernel resets what it read.
 
-    Outgrown workspaces are kept: a captured CUDA graph may still write to them.
+    Outgrown workspaces are kept: a captured CUDA graph may still use them.
     """
     held = _workspaces.setdefault(device, [])
-    if not held or held[-1][0].numel() < counters or held[-1][1].numel() < partial_words:
-        old = (held[-1][0].numel(), held[-1][1].numel()) if held else (4096, 4)
-        held.append(
-            (
-                torch.zeros(max(counters, old[0]), dtype=torch.int32, device=f"cuda:{device}"),
-                torch.empty(max(partial_words, old[1]), dtype=torch.int32, device=f"cuda:{device}"),
-            )
-        )
+    if not held or held[-1].numel() < words:
+        held.append(torch.full((max(words, 4),), -(2**31), dtype=torch.int32, device=f"cuda:{device}"))
     return held[-1]

@@ -6,10 +6,11 @@ for the prepacked weights of `prepack_sm90`), the other warpgroups unpack and mu
 
 Work: the grid is persistent. A tile is rows x tokens over all of K. The first `whole_tiles` tiles go round robin to the
 clusters; what is left is cut, over tiles and K, into equal runs of K steps, one run per cluster (stream-K). Clusters that
-share a tile leave their int32 sums in a workspace and the last to arrive adds them: integers, so the order does not
-matter and the result is bit-identical in every run.
+share a tile hand their int32 sums to the one that has its first step: integers, so the result is bit-identical in every
+run. That cluster waits for the others, so all clusters of a launch must be resident together: the host sees to it.
 
-Two segments keep two accumulators and meet in the epilogue in float32, each with its own pair of scales.
+Two segments keep two accumulators and meet in the epilogue in float32, each with its own pair of scales. Where these do
+not fit in registers (`packs_first`) the first segment's sums wait as float16, exact up to 2**11, else to 2**-12.
 
 Importing this module imports the DSL; only `gemm_sm90` does, when it compiles.
 """
@@ -28,8 +29,11 @@ from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
 from w4a4.kernels.gemm_sm90_variant import Variant
 
 K_BLOCK = 128  # columns of one activation tile: a full 128-byte swizzle row
+NOTHING = -(2**31)  # a sum that cannot be: marks a word of the workspace as not yet written
+PACK = 2.0**-16  # brings any int32 into float16's range; sums up to 2**11 stay exact
 HIGH_NIBBLES = -252645136  # 0xF0F0F0F0
 WEIGHTS_ONCE = 0x12F0000000000000  # L2 policy evict_first: no other cluster will read them
+WEIGHTS_AGAIN = 0x1000000000000000  # evict_normal
 
 
 class GemmKernel:
@@ -46,8 +50,7 @@ class GemmKernel:
         words: cute.Tensor,  # int32 [N_padded / 64, words of 64 rows]
         rows: cute.Tensor,  # f32 [N_padded * 4]: scale of each segment, bias, 0
         out: cute.Tensor,  # bf16 [T, N]
-        counters: cute.Tensor,  # int32, zero before and after: arrivals per shared tile and warpgroup
-        partials: cute.Tensor,  # int32: sums of clusters that share a tile
+        partials: cute.Tensor,  # int32, all NOTHING before and after: sums of clusters that share a tile
         num_clusters: Int32,
         whole_tiles: Int32,
         token_group: Int32,  # token tiles visited per weight tile: locality in L2
@@ -82,7 +85,6 @@ class GemmKernel:
         @cute.struct
         class Storage:
             barriers: cute.struct.MemRange[Int64, v.stages * 2]
-            verdict: cute.struct.MemRange[Int32, v.warpgroups]
             token_scales: cute.struct.Align[cute.struct.MemRange[Float32, v.tokens * v.segments], 16]
             rows: cute.struct.Align[cute.struct.MemRange[Float32, v.row_blocks * 64 * 4], 16]
             words: cute.struct.Align[cute.struct.MemRange[Int32, v.stage_words * v.stages], 1024]
@@ -103,7 +105,6 @@ class GemmKernel:
             token_scales,
             words,
             rows,
-            counters,
             partials,
             whole_tiles,
             token_group,
@@ -131,7 +132,6 @@ class GemmKernel:
         token_scales: cute.Tensor,
         words: cute.Tensor,
         rows: cute.Tensor,
-        counters: cute.Tensor,
         partials: cute.Tensor,
         whole_tiles: Int32,
         token_group: Int32,
@@ -154,6 +154,8 @@ class GemmKernel:
         full = storage.barriers.data_ptr()
         empty = full + v.stages
         if warp == 0:
+            cpasync.prefetch_descriptor(x_atom)
+            cpasync.prefetch_descriptor(y_atom)
             with cute.arch.elect_one():
                 for stage in cutlass.range_constexpr(v.stages):
                     cute.arch.mbarrier_init(full + stage, 1)
@@ -165,20 +167,6 @@ class GemmKernel:
         else:
             cute.arch.sync_threads()
 
-        tokens = cute.size(y_tma, mode=[0])
-        token_tiles = cute.ceil_div(tokens, v.tokens)
-        row_tiles = cute.ceil_div(cute.size(words, mode=[0]), v.row_blocks * v.cluster)
-        steps = first_steps + second_steps
-        shared_steps = (token_tiles * row_tiles - whole_tiles) * steps
-        run_start = shared_steps * cluster // num_clusters
-        run_stop = shared_steps * (cluster + 1) // num_clusters
-        first_shared = run_start // steps
-        num_shared = Int32(0)
-        if run_stop > run_start:
-            num_shared = (run_stop - 1) // steps - first_shared + 1
-        num_whole = (whole_tiles - cluster + num_clusters - 1) // num_clusters
-        num_items = num_shared + num_whole
-
         x_smem = storage.x.get_tensor(x_layout.outer, swizzle=x_layout.inner)
         words_smem = storage.words.data_ptr()
 
@@ -186,6 +174,10 @@ class GemmKernel:
             if cutlass.const_expr(v.moves_registers):
                 cute.arch.setmaxregister_decrease(v.producer_registers)
             if warp == 0:
+                token_tiles, row_tiles, steps, run, num_items = self.extent(
+                    cute.size(y_tma, mode=[0]), cute.size(words, mode=[0]), first_steps + second_steps, whole_tiles, cluster,
+                    num_clusters,
+                )  # fmt: skip
                 x_first = cute.local_tile(x_tma, (v.tokens, K_BLOCK), (None, None))
                 x_second = cute.local_tile(
                     cute.domain_offset((0, first_width), x_tma), (v.tokens, K_BLOCK), (None, None)
@@ -197,53 +189,52 @@ class GemmKernel:
                 _, gmem_second = cpasync.tma_partition(
                     x_atom, rank, cta_layout, cute.group_modes(x_smem, 0, 2), cute.group_modes(x_second, 0, 2)
                 )
-                if cutlass.const_expr(v.overlap_launch):
-                    cute.arch.griddepcontrol_launch_dependents()
-                    cute.arch.griddepcontrol_wait()
+                row_words = cute.size(words, mode=[1])
+                last_block = cute.size(words, mode=[0]) - 1
                 stage = Int32(0)
                 phase = Int32(1)
-                row_words = cute.size(words, mode=[1])
+                ahead = Int32(0)
+                if cutlass.const_expr(v.overlap_launch):
+                    # Weights do not depend on the previous kernel: fill the pipeline with them before waiting for it.
+                    cute.arch.griddepcontrol_launch_dependents()
+                    tile_0, start_0, stop_0 = self.work(Int32(0), run, steps, whole_tiles, cluster, num_clusters)
+                    _, row_tile_0 = self.place(tile_0, token_group, token_tiles, row_tiles)
+                    row_block_0 = (row_tile_0 * v.cluster + rank) * v.row_blocks
+                    ahead = cutlass.min(stop_0 - start_0, v.stages)
+                    for i in cutlass.range(ahead, unroll=1):
+                        self.load_words(
+                            words, words_smem, full, i, row_block_0, last_block, row_words, start_0 + i, first_steps
+                        )
+                    cute.arch.griddepcontrol_wait()
                 for item in cutlass.range(num_items, unroll=1):
-                    tile, start, stop = self.work(
-                        item, num_shared, first_shared, run_start, run_stop, steps, whole_tiles, cluster, num_clusters
-                    )
+                    tile, start, stop = self.work(item, run, steps, whole_tiles, cluster, num_clusters)
                     token_tile, row_tile = self.place(tile, token_group, token_tiles, row_tiles)
                     row_block = (row_tile * v.cluster + rank) * v.row_blocks
-                    last_block = cute.size(words, mode=[0]) - 1
-                    for step in cutlass.range(start, cutlass.min(stop, first_steps), unroll=1):
-                        cute.arch.mbarrier_wait(empty + stage, phase)
-                        with cute.arch.elect_one():
-                            cute.arch.mbarrier_arrive_and_expect_tx(full + stage, v.step_bytes(0))
-                        self.load_words(
-                            words, words_smem, full, stage, row_block, last_block, row_words,
-                            step * v.step_words(0), v.step_words(0),
-                        )  # fmt: skip
-                        for sub in cutlass.range_constexpr(v.step_blocks(0)):
-                            self.load_x(
-                                x_atom,
-                                gmem_first[None, token_tile, step * v.step_blocks(0) + sub],
-                                smem_x[None, stage * v.x_blocks + sub],
-                                full + stage,
-                            )
-                        stage, phase = self.advance(stage, phase)
-                    if cutlass.const_expr(v.segments == 2):
-                        for second in cutlass.range(cutlass.max(start, first_steps), stop, unroll=1):
-                            step = second - first_steps
+                    for step in cutlass.range(start, stop, unroll=1):
+                        if ahead > 0:
+                            ahead -= 1
+                        else:
                             cute.arch.mbarrier_wait(empty + stage, phase)
-                            with cute.arch.elect_one():
-                                cute.arch.mbarrier_arrive_and_expect_tx(full + stage, v.step_bytes(1))
                             self.load_words(
-                                words, words_smem, full, stage, row_block, last_block, row_words,
-                                first_steps * v.step_words(0) + step * v.step_words(1), v.step_words(1),
-                            )  # fmt: skip
-                            for sub in cutlass.range_constexpr(v.step_blocks(1)):
+                                words, words_smem, full, stage, row_block, last_block, row_words, step, first_steps
+                            )
+                        if step < first_steps:
+                            for sub in cutlass.range_constexpr(v.step_blocks(0)):
                                 self.load_x(
                                     x_atom,
-                                    gmem_second[None, token_tile, step * v.step_blocks(1) + sub],
+                                    gmem_first[None, token_tile, step * v.step_blocks(0) + sub],
                                     smem_x[None, stage * v.x_blocks + sub],
                                     full + stage,
                                 )
-                            stage, phase = self.advance(stage, phase)
+                        elif cutlass.const_expr(v.segments == 2):
+                            for sub in cutlass.range_constexpr(v.step_blocks(1)):
+                                self.load_x(
+                                    x_atom,
+                                    gmem_second[None, token_tile, (step - first_steps) * v.step_blocks(1) + sub],
+                                    smem_x[None, stage * v.x_blocks + sub],
+                                    full + stage,
+                                )
+                        stage, phase = self.advance(stage, phase)
                 if cutlass.const_expr(v.cluster > 1):
                     # A peer may still signal this block's barriers: stay until every stage came back.
                     for _ in cutlass.range(v.stages, unroll=1):
@@ -254,83 +245,124 @@ class GemmKernel:
                 cute.arch.setmaxregister_increase(v.consumer_registers)
             if cutlass.const_expr(v.overlap_launch):
                 cute.arch.griddepcontrol_wait()
+            token_tiles, row_tiles, steps, run, num_items = self.extent(
+                cute.size(y_tma, mode=[0]), cute.size(words, mode=[0]), first_steps + second_steps, whole_tiles, cluster,
+                num_clusters,
+            )  # fmt: skip
             consumer = group - 1
             lane = thread % 128
             slice_mma = tiled_mma.get_slice(thread - 128)
             b_fragment = tiled_mma.make_fragment_B(slice_mma.partition_B(x_smem))
             shape_a = tiled_mma.partition_shape_A((64 * v.row_blocks, K_BLOCK))
             shape_c = tiled_mma.partition_shape_C((64 * v.row_blocks, v.tokens))
-            accumulators = [tiled_mma.make_fragment_C(shape_c) for _ in range(v.segments)]
+            accumulators = [tiled_mma.make_fragment_C(shape_c)]
+            packed = accumulators[0]
+            if cutlass.const_expr(v.packs_first):
+                packed = cute.make_rmem_tensor(cute.size(accumulators[0]) // 2, Int32)
+                accumulators = [accumulators[0], accumulators[0]]
+            elif cutlass.const_expr(v.segments == 2):
+                accumulators = [accumulators[0], tiled_mma.make_fragment_C(shape_c)]
+            fragments = [
+                [tiled_mma.make_fragment_A(shape_a) for _ in range(v.x_blocks)] for _ in range(2 if v.looks_ahead else 1)
+            ]
             tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
             scales_smem = storage.token_scales.get_tensor(cute.make_layout(v.tokens * v.segments))
             rows_smem = storage.rows.get_tensor(cute.make_layout((4, 64, v.row_blocks), stride=(1, 4, 256)))
-            verdict = storage.verdict.get_tensor(cute.make_layout(v.warpgroups))
             y_smem = storage.y.get_tensor(y_layout.outer, swizzle=y_layout.inner)
             y_base = storage.y.data_ptr().toint()
             stage = Int32(0)
             phase = Int32(0)
             for item in cutlass.range(num_items, unroll=1):
-                tile, start, stop = self.work(
-                    item, num_shared, first_shared, run_start, run_stop, steps, whole_tiles, cluster, num_clusters
-                )
+                tile, start, stop = self.work(item, run, steps, whole_tiles, cluster, num_clusters)
                 token_tile, row_tile = self.place(tile, token_group, token_tiles, row_tiles)
                 row_block = (row_tile * v.cluster + rank) * v.row_blocks
                 self.fetch_scales(token_scales, rows, scales_smem, rows_smem, token_tile, row_block, consumer, lane)
-                for segment in cutlass.range_constexpr(v.segments):
-                    accumulators[segment].fill(0)
-                for _ in cutlass.range(start, cutlass.min(stop, first_steps), unroll=1):
-                    cute.arch.mbarrier_wait(full + stage, phase)
-                    self.multiply(
-                        0, tiled_mma, shape_a, b_fragment, accumulators[0], storage, stage, consumer, lane
-                    )
-                    self.release(empty + stage, lane)
-                    stage, phase = self.advance(stage, phase)
+                accumulators[0].fill(0)
+                stage, phase = self.accumulate(
+                    0, cutlass.max(cutlass.min(stop, first_steps) - start, 0), tiled_mma, fragments, b_fragment,
+                    accumulators[0], words_smem, full, empty, stage, phase, consumer, lane,
+                )  # fmt: skip
                 if cutlass.const_expr(v.segments == 2):
-                    for _ in cutlass.range(cutlass.max(start, first_steps), stop, unroll=1):
-                        cute.arch.mbarrier_wait(full + stage, phase)
-                        self.multiply(
-                            1, tiled_mma, shape_a, b_fragment, accumulators[1], storage, stage, consumer, lane
-                        )
-                        self.release(empty + stage, lane)
-                        stage, phase = self.advance(stage, phase)
+                    if cutlass.const_expr(v.packs_first):
+                        for pair in cutlass.range_constexpr(cute.size(packed)):
+                            packed[pair] = cute.arch.inline_ptx(
+                                "cvt.rn.f16x2.f32 {$w0}, {$r1}, {$r0};",
+                                write_only_types=[Int32],
+                                read_only_args=[
+                                    Float32(accumulators[0][2 * pair]) * PACK,
+                                    Float32(accumulators[0][2 * pair + 1]) * PACK,
+                                ],
+                            )
+                    accumulators[1].fill(0)
+                    stage, phase = self.accumulate(
+                        1, cutlass.max(stop - cutlass.max(start, first_steps), 0), tiled_mma, fragments, b_fragment,
+                        accumulators[1], words_smem, full, empty, stage, phase, consumer, lane,
+                    )  # fmt: skip
                 cute.arch.cp_async_wait_group(0)
                 is_complete = Int32(1)
-                if stop - start < steps:
-                    is_complete = self.meet(
-                        accumulators, counters, partials, verdict, tile - whole_tiles, start, shared_steps, steps,
-                        cluster, num_clusters, rank, consumer, lane,
-                    )  # fmt: skip
+                if cutlass.const_expr(v.shares_tiles):
+                    if stop - start < steps:
+                        is_complete = self.meet(
+                            accumulators, partials, tile - whole_tiles, start,
+                            (token_tiles * row_tiles - whole_tiles) * steps, steps,
+                            cluster, num_clusters, rank, consumer, lane,
+                        )  # fmt: skip
                 if is_complete == 1:
                     self.store(
-                        accumulators, scales_smem, rows_smem, y_smem, y_base, y_atom, y_tma, token_tile, row_block,
-                        consumer, lane,
+                        accumulators, packed, scales_smem, rows_smem, y_smem, y_base, y_atom, y_tma, token_tile,
+                        row_block, consumer, lane,
                     )  # fmt: skip
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     # Where the work is. Every warp computes the same list, so none is passed around.
 
     @cute.jit
+    def extent(
+        self, tokens: Int32, row_blocks: Int32, steps: Int32, whole_tiles: Int32, cluster: Int32, num_clusters: Int32
+    ):  # type: ignore[no-untyped-def]
+        """Token tiles, row tiles, steps of a tile, this cluster's run of shared steps, and its number of pieces."""
+        v = self.variant
+        token_tiles = cute.ceil_div(tokens, v.tokens)
+        row_tiles = cute.ceil_div(row_blocks, v.row_blocks * v.cluster)
+        run = (Int32(0), Int32(0), Int32(0))
+        num_items = (whole_tiles - cluster + num_clusters - 1) // num_clusters
+        if cutlass.const_expr(v.shares_tiles):
+            shared_steps = (token_tiles * row_tiles - whole_tiles) * steps
+            run_start = shared_steps * cluster // num_clusters
+            run_stop = shared_steps * (cluster + 1) // num_clusters
+            num_shared = Int32(0)
+            if run_stop > run_start:
+                num_shared = (run_stop - 1) // steps - run_start // steps + 1
+            run = (run_start, run_stop, num_shared)
+            num_items += num_shared
+        return token_tiles, row_tiles, steps, run, num_items
+
+    @cute.jit
     def work(
         self,
         item: Int32,
-        num_shared: Int32,
-        first_shared: Int32,
-        run_start: Int32,
-        run_stop: Int32,
+        run: tuple[Int32, Int32, Int32],
         steps: Int32,
         whole_tiles: Int32,
         cluster: Int32,
         num_clusters: Int32,
     ):  # type: ignore[no-untyped-def]
-        """The item-th piece of this cluster's work: tile, first step, step after the last."""
-        tile = cluster + (item - num_shared) * num_clusters
+        """The item-th piece of this cluster's work: tile, first step, step after the last.
+
+        `run` is its run of shared steps and the number of tiles that these touch.
+        """
         start = Int32(0)
         stop = steps
-        if item < num_shared:
-            shared = first_shared + item
-            start = cutlass.max(run_start - shared * steps, 0)
-            stop = cutlass.min(run_stop - shared * steps, steps)
-            tile = whole_tiles + shared
+        if cutlass.const_expr(self.variant.shares_tiles):
+            run_start, run_stop, num_shared = run
+            tile = cluster + (item - num_shared) * num_clusters
+            if item < num_shared:
+                shared = run_start // steps + item
+                start = cutlass.max(run_start - shared * steps, 0)
+                stop = cutlass.min(run_stop - shared * steps, steps)
+                tile = whole_tiles + shared
+        else:
+            tile = cluster + item * num_clusters
         return tile, start, stop
 
     @cute.jit
@@ -362,14 +394,24 @@ class GemmKernel:
         row_block: Int32,
         last_block: Int32,
         row_words: Int32,
-        offset: Int32,
-        count: cutlass.Constexpr,
+        step: Int32,
+        first_steps: Int32,
     ) -> None:
-        """One K step of every 64-row block: contiguous in memory, so a bulk copy each, issued by one thread."""
+        """Announce one K step and copy its weights: contiguous for 64 rows, so a bulk copy each, issued by one thread."""
         v = self.variant
+        second = v.segments - 1
+        offset = step * v.step_words(0)
+        count = Int32(v.step_words(0))
+        expected = Int32(v.step_bytes(0))
+        if cutlass.const_expr(v.segments == 2):
+            if step >= first_steps:
+                offset = first_steps * v.step_words(0) + (step - first_steps) * v.step_words(second)
+                count = Int32(v.step_words(second))
+                expected = Int32(v.step_bytes(second))
         barrier = (full + stage).toint().to(Int32)
         base = words_smem.toint().to(Int32) + stage * (v.stage_words * 4)
         with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(full + stage, expected)
             for b in cutlass.range_constexpr(v.row_blocks):
                 source = cutlass.min(row_block + b, last_block).to(Int64) * row_words + offset
                 cute.arch.inline_ptx(
@@ -378,9 +420,9 @@ class GemmKernel:
                     read_only_args=[
                         base + b * (count * 4),
                         words.iterator.toint() + source * 4,
-                        Int32(count * 4),
+                        count * 4,
                         barrier,
-                        Int64(WEIGHTS_ONCE if v.weights_once else 0x14F0000000000000),
+                        Int64(WEIGHTS_ONCE if v.weights_once else WEIGHTS_AGAIN),
                     ],
                 )
 
@@ -440,31 +482,88 @@ class GemmKernel:
     # Main loop
 
     @cute.jit
-    def multiply(
+    def accumulate(
+        self,
+        segment: cutlass.Constexpr,
+        count: Int32,
+        tiled_mma: cute.TiledMma,
+        fragments: cutlass.Constexpr,
+        b_fragment: cute.Tensor,
+        accumulator: cute.Tensor,
+        words_smem: cute.Pointer,
+        full: cute.Pointer,
+        empty: cute.Pointer,
+        stage: Int32,
+        phase: Int32,
+        consumer: Int32,
+        lane: Int32,
+    ):  # type: ignore[no-untyped-def]
+        """accumulator += `count` K steps of one segment; returns the pipeline's next stage and phase.
+
+        With `looks_ahead` a step is unpacked while the tensor cores still work on the one before.
+        """
+        v = self.variant
+        if cutlass.const_expr(v.looks_ahead):
+            previous = Int32(-1)
+            for _ in cutlass.range(count // 2, unroll=1):
+                for parity in cutlass.range_constexpr(2):
+                    cute.arch.mbarrier_wait(full + stage, phase)
+                    self.step(
+                        segment, tiled_mma, fragments[parity], b_fragment, accumulator, words_smem, stage, consumer, lane
+                    )
+                    warpgroup.wait_group(1)
+                    if previous >= 0:
+                        self.release(empty + previous, lane)
+                    previous = stage
+                    stage, phase = self.advance(stage, phase)
+            if count % 2 == 1:
+                cute.arch.mbarrier_wait(full + stage, phase)
+                self.step(
+                    segment, tiled_mma, fragments[0], b_fragment, accumulator, words_smem, stage, consumer, lane
+                )
+                warpgroup.wait_group(1)
+                if previous >= 0:
+                    self.release(empty + previous, lane)
+                previous = stage
+                stage, phase = self.advance(stage, phase)
+            warpgroup.wait_group(0)
+            if previous >= 0:
+                self.release(empty + previous, lane)
+        else:
+            for _ in cutlass.range(count, unroll=1):
+                cute.arch.mbarrier_wait(full + stage, phase)
+                self.step(
+                    segment, tiled_mma, fragments[0], b_fragment, accumulator, words_smem, stage, consumer, lane
+                )
+                warpgroup.wait_group(0)
+                self.release(empty + stage, lane)
+                stage, phase = self.advance(stage, phase)
+        return stage, phase
+
+    @cute.jit
+    def step(
         self,
         segment: cutlass.Constexpr,
         tiled_mma: cute.TiledMma,
-        shape_a: cutlass.Constexpr,
+        fragments: cutlass.Constexpr,
         b_fragment: cute.Tensor,
         accumulator: cute.Tensor,
-        storage: Any,
+        words_smem: cute.Pointer,
         stage: Int32,
         consumer: Int32,
         lane: Int32,
     ) -> None:
-        """accumulator += one K step of one segment."""
+        """Unpack one K step into A fragments and issue its products as one group."""
         v = self.variant
         bits = v.weight_bits[segment]
+        blocks = v.blocks_per_warpgroup
         block_words = v.step_words(segment)  # of 64 rows
-        flat = storage.words.get_tensor(
-            cute.make_layout(
-                (4, 128, block_words // 512, v.row_blocks, v.stages), stride=(1, 4, 512, block_words, v.stage_words)
-            )
+        layout = cute.make_layout(
+            (4, 128, block_words // 512, v.row_blocks, v.stages), stride=(1, 4, 512, block_words, v.stage_words)
         )
+        flat = cute.make_tensor(words_smem, layout)
         for sub in cutlass.range_constexpr(v.step_blocks(segment)):
-            a_fragment = tiled_mma.make_fragment_A(shape_a)
-            registers = cute.recast_tensor(a_fragment, Int32)
-            blocks = v.blocks_per_warpgroup
+            registers = cute.recast_tensor(fragments[sub], Int32)
             for m in cutlass.range_constexpr(blocks):
                 block = m * v.warpgroups + consumer
                 if cutlass.const_expr(bits == 4):
@@ -487,12 +586,11 @@ class GemmKernel:
                 cute.gemm(
                     tiled_mma,
                     accumulator,
-                    a_fragment[None, None, kk],
+                    fragments[sub][None, None, kk],
                     b_fragment[None, None, kk, stage * v.x_blocks + sub],
                     accumulator,
                 )
-            warpgroup.commit_group()
-        warpgroup.wait_group(0)
+        warpgroup.commit_group()
 
     # Tiles that several clusters share
 
@@ -500,9 +598,7 @@ class GemmKernel:
     def meet(
         self,
         accumulators: cutlass.Constexpr,
-        counters: cute.Tensor,
         partials: cute.Tensor,
-        verdict: cute.Tensor,
         shared_tile: Int32,
         start: Int32,
         shared_steps: Int32,
@@ -513,59 +609,64 @@ class GemmKernel:
         consumer: Int32,
         lane: Int32,
     ):  # type: ignore[no-untyped-def]
-        """Leave this warpgroup's sums; the last to arrive adds everybody's and returns 1, the others return 0.
+        """Join the sums of a shared tile: returns 1 to the cluster that has its first step and now all sums, 0 to the others.
 
-        Cluster c holds the shared steps from shared_steps * c // num_clusters on, so those of a tile are known. A cluster
-        has at most one piece that begins inside a tile (slot 0) and one that begins a tile and ends inside it (slot 1).
+        Cluster c has the shared steps from shared_steps * c // num_clusters on, so who has the rest of a tile is known,
+        and a cluster begins at most once inside a tile: one slot each. A thread reads exactly the words that its
+        counterpart wrote, and a word says by itself whether it is there, so neither fences nor counters are needed. The
+        others began their part of the tile before this cluster did, and all are resident: nobody waits for long.
         """
         v = self.variant
-        first = ((shared_tile * steps + 1) * num_clusters - 1) // shared_steps
-        last = ((shared_tile + 1) * steps * num_clusters - 1) // shared_steps
-        slot = Int32(0)
-        if start == 0:
-            slot = Int32(1)
-        mine = self.partial(partials, cluster, slot, rank, consumer, lane)
         size = cute.size(accumulators[0])
-        for segment in cutlass.range_constexpr(v.segments):
-            flat = cute.make_tensor(accumulators[segment].iterator, cute.make_layout((4, size // 4)))
-            for i in cutlass.range_constexpr(size // 4):
-                cute.autovec_copy(flat[None, i], mine[None, segment * (size // 4) + i])
-        cute.arch.fence_acq_rel_gpu()
-        self.sync(consumer)
-        counter = counters.iterator + ((shared_tile * v.cluster + rank) * v.warpgroups + consumer)
-        if lane == 0:
-            arrived = cute.arch.atomic_add(counter, Int32(1), sem="acq_rel", scope="gpu")
-            verdict[consumer] = arrived
-            if arrived == last - first:
-                counters[(shared_tile * v.cluster + rank) * v.warpgroups + consumer] = Int32(0)
-        self.sync(consumer)
-        is_last = Int32(0)
-        if verdict[consumer] == last - first:
-            is_last = Int32(1)
-            cute.arch.fence_acq_rel_gpu()
-            for other in cutlass.range(first, last + 1, unroll=1):
-                if other != cluster:
-                    theirs_slot = Int32(0)
-                    if other == first:
-                        theirs_slot = Int32(1)
-                    theirs = self.partial(partials, other, theirs_slot, rank, consumer, lane)
-                    for segment in cutlass.range_constexpr(v.segments):
-                        flat = cute.make_tensor(accumulators[segment].iterator, cute.make_layout((4, size // 4)))
-                        for i in cutlass.range_constexpr(size // 4):
-                            loaded = cute.make_rmem_tensor(4, Int32)
-                            cute.autovec_copy(theirs[None, segment * (size // 4) + i], loaded)
+        quads = v.partial_words // 4
+        is_owner = Int32(0)
+        if start > 0:
+            mine = self.slot(partials, cluster, rank, consumer, lane)
+            for q in cutlass.range_constexpr(quads):
+                flat = cute.make_tensor(accumulators[q * 4 // size].iterator, cute.make_layout((4, size // 4)))
+                i = q % (size // 4)
+                cute.arch.inline_ptx(
+                    "st.relaxed.gpu.global.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+                    read_only_args=[mine + q * 2048, flat[0, i], flat[1, i], flat[2, i], flat[3, i]],
+                )
+        else:
+            is_owner = Int32(1)
+            last = ((shared_tile + 1) * steps * num_clusters - 1) // shared_steps
+            batch = min(quads, 8 if v.partial_words < 64 else 4)
+            for other in cutlass.range(cluster + 1, last + 1, unroll=1):
+                theirs = self.slot(partials, other, rank, consumer, lane)
+                for first in cutlass.range_constexpr(0, quads, batch):
+                    loaded = cute.make_rmem_tensor((4, batch), Int32)
+                    missing = Int32(1)
+                    while missing == 1:
+                        missing = Int32(0)
+                        for b in cutlass.range_constexpr(batch):
+                            loaded[0, b], loaded[1, b], loaded[2, b], loaded[3, b] = cute.arch.inline_ptx(
+                                "ld.relaxed.gpu.global.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+                                write_only_types=[Int32, Int32, Int32, Int32],
+                                read_only_args=[theirs + (first + b) * 2048],
+                            )
+                        for b in cutlass.range_constexpr(batch):
                             for e in cutlass.range_constexpr(4):
-                                flat[e, i] = flat[e, i] + loaded[e]
-        return is_last
+                                if loaded[e, b] == Int32(NOTHING):
+                                    missing = Int32(1)
+                    for b in cutlass.range_constexpr(batch):
+                        q = first + b
+                        flat = cute.make_tensor(accumulators[q * 4 // size].iterator, cute.make_layout((4, size // 4)))
+                        for e in cutlass.range_constexpr(4):
+                            flat[e, q % (size // 4)] = flat[e, q % (size // 4)] + loaded[e, b]
+                        cute.arch.inline_ptx(
+                            "st.relaxed.gpu.global.v4.b32 [{$r0}], {{$r1}, {$r1}, {$r1}, {$r1}};",
+                            read_only_args=[theirs + q * 2048, Int32(NOTHING)],
+                        )
+        return is_owner
 
     @cute.jit
-    def partial(self, partials: cute.Tensor, cluster: Int32, slot: Int32, rank: Int32, consumer: Int32, lane: Int32):  # type: ignore[no-untyped-def]
-        """One thread's own 16-byte words in a slot: nobody else reads or writes them."""
+    def slot(self, partials: cute.Tensor, cluster: Int32, rank: Int32, consumer: Int32, lane: Int32):  # type: ignore[no-untyped-def]
+        """Address of one thread's first 16-byte word in a cluster's slot; its next ones are 128 threads further on."""
         v = self.variant
-        index = ((cluster * 2 + slot) * v.cluster + rank) * v.warpgroups + consumer
-        quads = v.partial_words // 4
-        start = partials.iterator + (index * (v.partial_words * 128) + lane * 4)
-        return cute.make_tensor(start.align(16), cute.make_layout((4, quads), stride=(1, 512)))
+        index = (cluster * v.cluster + rank) * v.warpgroups + consumer
+        return partials.iterator.toint() + (index.to(Int64) * (v.partial_words * 128) + lane * 4) * 4
 
     @cute.jit
     def sync(self, consumer: Int32) -> None:
@@ -577,6 +678,7 @@ class GemmKernel:
     def store(
         self,
         accumulators: cutlass.Constexpr,
+        packed: cute.Tensor,
         scales_smem: cute.Tensor,
         rows_smem: cute.Tensor,
         y_smem: cute.Tensor,
@@ -611,22 +713,37 @@ class GemmKernel:
             high = cute.make_rmem_tensor(4, Float32)
             cute.autovec_copy(rows_smem[None, warp * 16 + quad_row, b], low)
             cute.autovec_copy(rows_smem[None, warp * 16 + quad_row + 8, b], high)
+            if cutlass.const_expr(v.packs_first):
+                low[0] = low[0] * (1 / PACK)
+                high[0] = high[0] * (1 / PACK)
             target = address + buffer * (v.store_tokens * 128)
             for j in cutlass.range_constexpr(v.store_tokens // 8):
                 token = part * v.store_tokens + j * 8 + quad * 2
-                packed = cute.make_rmem_tensor(4, BFloat16)
+                rounded = cute.make_rmem_tensor(4, BFloat16)
                 scales = cute.make_rmem_tensor(2 * v.segments, Float32)
                 cute.autovec_copy(self.pair(scales_smem, token), scales)
+                index = 4 * (m * (v.tokens // 8) + part * (v.store_tokens // 8) + j)
+                sums = cute.make_rmem_tensor((4, v.segments), Float32)
+                for segment in cutlass.range_constexpr(v.segments):
+                    for e in cutlass.range_constexpr(4):
+                        if cutlass.const_expr(not (v.packs_first and segment == 0)):
+                            sums[e, segment] = Float32(accumulators[segment][index + e])
+                if cutlass.const_expr(v.packs_first):
+                    for half in cutlass.range_constexpr(2):
+                        sums[2 * half, 0], sums[2 * half + 1, 0] = cute.arch.inline_ptx(
+                            "{.reg .b16 l, h; mov.b32 {l, h}, {$r0}; cvt.f32.f16 {$w0}, l; cvt.f32.f16 {$w1}, h;}",
+                            write_only_types=[Float32, Float32],
+                            read_only_args=[packed[index // 2 + half]],
+                        )
                 for e in cutlass.range_constexpr(4):
                     row = low if e < 2 else high
                     value = row[2]
                     for segment in cutlass.range_constexpr(v.segments):
                         s = v.segments - 1 - segment
-                        index = e + 4 * (m * (v.tokens // 8) + part * (v.store_tokens // 8) + j)
-                        product = Float32(accumulators[s][index])
-                        value = value + product * (row[s] * scales[e % 2 * v.segments + s])
-                    packed[e] = value.to(BFloat16)
-                pair = cute.recast_tensor(packed, Int32)
+                        scale = row[s] * scales[e % 2 * v.segments + s]
+                        value = value + sums[e, s] * scale
+                    rounded[e] = value.to(BFloat16)
+                pair = cute.recast_tensor(rounded, Int32)
                 if cutlass.const_expr(v.store_tokens == 8):
                     cute.arch.inline_ptx(
                         "stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [{$r0}], {{$r1}, {$r2}};",
@@ -671,7 +788,6 @@ def compile_kernel(variant: Variant) -> Any:
         make_fake_compact_tensor(Int32, (rows_64, cute.sym_int(divisibility=512)), stride_order=(1, 0), assumed_align=16),
         make_fake_compact_tensor(Float32, (cute.sym_int(),), assumed_align=16),
         make_fake_compact_tensor(BFloat16, (tokens, cute.sym_int(divisibility=8)), stride_order=(1, 0), assumed_align=16),
-        make_fake_compact_tensor(Int32, (cute.sym_int(),), assumed_align=4),
         make_fake_compact_tensor(Int32, (cute.sym_int(),), assumed_align=16),
         Int32(1),
         Int32(0),

@@ -21,6 +21,10 @@ class Variant:
     store_buffers:      chunks of 64 tokens or fewer that may wait for their store, per warpgroup
     overlap_launch:     start while the previous kernel drains (programmatic dependent launch)
     weights_once:       weights leave L2 first: right where every weight is read by one cluster only
+    looks_ahead:        unpack a K step while the one before is multiplied; doubles the registers of weights
+    packs_first:        keep the first segment's sums as float16 while the second is multiplied, so that a tile of 256
+                        tokens fits in registers
+    shares_tiles:       several clusters may work on one tile along K
     """
 
     weight_bits: tuple[int, ...]
@@ -33,18 +37,26 @@ class Variant:
     store_buffers: int = 1
     overlap_launch: bool = True
     weights_once: bool = False
+    looks_ahead: bool = False
+    packs_first: bool = False
+    shares_tiles: bool = False
 
     def __post_init__(self) -> None:
         if self.shared_bytes > MAX_SHARED_BYTES:
             raise ValueError(f"{self.name} needs {self.shared_bytes} bytes of shared memory of {MAX_SHARED_BYTES}")
         if self.row_blocks % self.warpgroups or self.tokens % 8 or not 8 <= self.tokens <= 256:
             raise ValueError(f"{self.name} is no tile")
+        if self.packs_first and self.segments != 2:
+            raise ValueError(f"{self.name} has no second segment")
+        if self.packs_first and self.shares_tiles:
+            raise ValueError(f"{self.name} cannot share tiles: float16 sums do not add exactly")
 
     @property
     def name(self) -> str:
         """As a file name."""
         bits = "".join(map(str, self.weight_bits))
         flags = ("p" if self.overlap_launch else "") + ("o" if self.weights_once else "")
+        flags += ("a" if self.looks_ahead else "") + ("h" if self.packs_first else "") + ("k" if self.shares_tiles else "")
         return (
             f"gemm-w{bits}-t{self.tokens}-r{self.row_blocks}-g{self.warpgroups}-s{self.stages}-b{self.int4_blocks}"
             f"-c{self.cluster}-e{self.store_buffers}{flags}"
@@ -106,15 +118,17 @@ class Variant:
 
     @property
     def moves_registers(self) -> bool:
-        return self.warpgroups > 1
+        """Whether the copying warpgroup gives registers to the multiplying ones: where accumulators are many."""
+        return self.warpgroups == 2 and self.partial_words * (3 if self.packs_first else 4) >= 4 * 96
 
     @property
     def producer_registers(self) -> int:
-        return 32
+        return 24
 
     @property
     def consumer_registers(self) -> int:
-        return {2: 240, 3: 160}[self.warpgroups]
+        """Three warpgroups start with 168 registers each: asking for more than 3 * 168 in all waits forever."""
+        return 240
 
 
 @dataclass(frozen=True)
@@ -125,8 +139,10 @@ class Plan:
     token_group:  token tiles that are computed side by side before the next weight rows (locality in L2)
     share:        which tiles several clusters work on together along K: "none", "rest" (those that do not fill the GPU
                   in whole rounds) or "all"
+    residents:    clusters per multiprocessor, times the cluster's size; 2 where two blocks fit
     """
 
     variant: Variant
     token_group: int = 1
     share: Literal["none", "rest", "all"] = "none"
+    residents: int = 1
