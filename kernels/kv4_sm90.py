@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from w4a4.kernels.compile_cache import Kernel, load
@@ -331,12 +332,19 @@ def kv4_prefill(
     table = batch.block_tables[sequence, : -(-length // layout.page_size)]
     sink_page = None if batch.sink_pages is None else batch.sink_pages[sequence]
     keys, values = read_pages(pages, table, length, layout, sink_page, q.dtype)
-    tokens = q.shape[0]
-    mask = None
-    if window is not None and window < length or tokens != length:
+    return attend_causally(q, keys, values, scale, window)
+
+
+def attend_causally(q: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None) -> Tensor:
+    """SDPA of the last T positions, q [T, Hq, D], over keys and values [Hkv, n, D]: [T, Hq, D]."""
+    tokens, length = q.shape[0], keys.shape[1]
+    mask: Tensor | None = None
+    if window is not None and window < length:
         positions = torch.arange(length, device=q.device)
         distance = positions[length - tokens :, None] - positions
-        mask = (distance >= 0) & (distance < (window or length))
+        mask = (distance >= 0) & (distance < window)
+    elif tokens != length:
+        mask = causal_lower_right(tokens, length)
     out = scaled_dot_product_attention(
         q.transpose(0, 1).unsqueeze(0), keys.unsqueeze(0), values.unsqueeze(0),
         attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True,
