@@ -21,12 +21,13 @@ import urllib.parse
 import urllib.request
 import zipfile
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import IO, Final, Literal
 
 from w4a4.configs.aliases import HubModel, PackagedModel, known_models, nearest_aliases
 from w4a4.configs.architecture import ModelConfig, refuse_unpackable
-from w4a4.configs.errors import CheckpointError, NotFoundError, ResourceError, UsageError
+from w4a4.configs.errors import CheckpointError, NotFoundError, ResourceError, UnsupportedError, UsageError
 
 logger = logging.getLogger(__name__)
 
@@ -213,7 +214,7 @@ def _has_weights(folder: Path) -> bool:
 
 
 def _download_snapshot(repo: str, revision: str, hint: str) -> Location:
-    from huggingface_hub import HfApi, hf_hub_download, snapshot_download
+    from huggingface_hub import HfApi, hf_hub_download
     from huggingface_hub.errors import (
         EntryNotFoundError,
         GatedRepoError,
@@ -230,17 +231,27 @@ def _download_snapshot(repo: str, revision: str, hint: str) -> Location:
             logger.info("%s @ %s is commit %s; name it with @%s to pin it", repo, revision, commit, commit)
         config = Path(hf_hub_download(repo, "config.json", revision=commit))
         refuse_unpackable(ModelConfig.from_hf(json.loads(config.read_text(encoding="utf-8"))))
-        needed = sum(file.size or 0 for file in info.siblings or () if file.rfilename.endswith(".safetensors"))
+        weights = [file for file in info.siblings or () if file.rfilename.endswith(".safetensors")]
+        if not weights:
+            raise UnsupportedError(
+                f"{repo} @ {revision} has no safetensors weights; pickled ones can run code and are never read",
+                "name another revision or repository of the model that has *.safetensors files",
+            )
+        needed = sum(file.size or 0 for file in weights)
         _check_room(config.parent, needed, repo)
-        logger.info("fetching %s @ %s (%.1f GB)", repo, commit, needed / 1e9)
-        folder = snapshot_download(repo, revision=commit, allow_patterns=list(_WANTED), ignore_patterns=list(_UNWANTED))
+        names = sorted(
+            (file.rfilename for file in info.siblings or () if _is_wanted(file.rfilename)), key=_weights_last
+        )
+        for number, name in enumerate(names, start=1):
+            logger.info("fetching %s (%d of %d, %.1f GB in all)", name, number, len(names), needed / 1e9)
+            hf_hub_download(repo, name, revision=commit)
     except GatedRepoError as error:
         raise NotFoundError(
             f"{repo} is gated: its licence must be accepted first",
             f"accept it on the hub's page of {repo}, then run `hf auth login`",
         ) from error
     except RevisionNotFoundError as error:
-        raise NotFoundError(f"{repo} has no revision {revision!r}", f"try {repo}@main") from error
+        raise NotFoundError(f"{repo} has no revision {revision!r}", f"{repo}@main") from error
     except RepositoryNotFoundError as error:
         raise NotFoundError(
             f"the hub has no model {repo} that you may read", "check the name; private models need `hf auth login`"
@@ -253,7 +264,16 @@ def _download_snapshot(repo: str, revision: str, hint: str) -> Location:
         ) from error
     except ValueError as error:
         raise CheckpointError(f"{repo}: config.json is not JSON: {error}") from error
-    return Location("hub", Path(folder), commit)
+    return Location("hub", config.parent, commit)
+
+
+def _is_wanted(name: str) -> bool:
+    return any(fnmatch(name, pattern) for pattern in _WANTED) and not any(fnmatch(name, bad) for bad in _UNWANTED)
+
+
+def _weights_last(name: str) -> tuple[bool, str]:
+    """A cache that holds the weights then holds everything else as well."""
+    return name.endswith(".safetensors"), name
 
 
 def _check_room(folder: Path, needed: int, repo: str) -> None:
