@@ -245,6 +245,8 @@ def _download_snapshot(repo: str, revision: str, hint: str) -> Location:
         for number, name in enumerate(names, start=1):
             logger.info("fetching %s (%d of %d, %.1f GB in all)", name, number, len(names), needed / 1e9)
             hf_hub_download(repo, name, revision=commit)
+        if revision != commit:
+            hf_hub_download(repo, "config.json", revision=revision)  # the cache notes which commit the name stands for
     except GatedRepoError as error:
         raise NotFoundError(
             f"{repo} is gated: its licence must be accepted first",

@@ -41,6 +41,7 @@ class Hub:
             ]
             body = json.dumps({"id": "org/model", "sha": COMMIT, "siblings": siblings}).encode()
             return 200, {"Content-Type": "application/json"}, body
+        path = path.replace("/resolve/main/", f"/resolve/{COMMIT}/")
         prefix = f"/org/model/resolve/{COMMIT}/"
         file = self.folder / path.removeprefix(prefix)
         if not path.startswith(prefix) or not file.is_file():
