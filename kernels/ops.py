@@ -292,7 +292,7 @@ def linear_forward(activation: QuantizedActivation, linear: RuntimeLinear) -> Te
     if (0 if rest is None else rest.shape[1]) != kept:
         raise ValueError(f"unquantized must be [T, {kept}], got {None if rest is None else tuple(rest.shape)}")
     geometry, _ = _encoded(layout)
-    return _linear(
+    y: Tensor = _linear(
         codes,
         activation.scales,
         activation.zeros,
@@ -303,6 +303,7 @@ def linear_forward(activation: QuantizedActivation, linear: RuntimeLinear) -> Te
         linear.bias,
         geometry,
     )
+    return y
 
 
 def _check_activation(name: str, x: Tensor, width: int, linear: RuntimeLinear) -> None:

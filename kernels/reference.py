@@ -41,7 +41,7 @@ def hadamard_matrix(size: int) -> Tensor:
     matrix = torch.ones(1, 1)
     while matrix.shape[0] < size:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
-    return matrix / size**0.5
+    return matrix / float(size**0.5)
 
 
 def block_hadamard(x: Tensor, block: int) -> Tensor:
@@ -61,7 +61,7 @@ def block_hadamard(x: Tensor, block: int) -> Tensor:
         low, high = y.reshape(*x.shape[:-1], x.shape[-1] // (2 * distance), 2, distance).unbind(-2)
         y = torch.stack([low + high, low - high], -2).flatten(-3)
         distance *= 2
-    return y * block**-0.5
+    return y * float(block**-0.5)
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
