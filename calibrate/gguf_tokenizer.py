@@ -49,9 +49,12 @@ def write_tokenizer(metadata: Mapping[str, Any], gguf_file: Path, folder: Path) 
     elif kind == "llama":
         from transformers import AutoTokenizer
 
-        tokenizer = AutoTokenizer.from_pretrained(
-            str(gguf_file.parent), gguf_file=gguf_file.name, local_files_only=True
-        )
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(
+                str(gguf_file.parent), gguf_file=gguf_file.name, local_files_only=True
+            )
+        except Exception as error:  # transformers raises what it stumbles over
+            raise CheckpointError(f"{gguf_file.name}: the tokenizer cannot be read: {error}") from error
         tokenizer.save_pretrained(str(folder))
     else:
         raise UnsupportedError(

@@ -244,6 +244,29 @@ def test_digits_and_spaces_are_cut_as_smollm_cuts_them(model_folder: ModelFolder
     assert tokenizer("  a")["input_ids"] == [space, space, letters.index("a")]
 
 
+def test_a_sentencepiece_vocabulary_adds_bos_and_falls_back_to_bytes(model_folder: ModelFolder, tmp_path: Path) -> None:
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b", "ab", "▁ab"]
+    types = [2, 3, 3] + [6] * 256 + [1] * 5
+    padding = 300 - len(pieces)
+    metadata = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": pieces + [f"<unused{index}>" for index in range(padding)],
+        "tokenizer.ggml.scores": [0.0] * 259 + [-1.0, -2.0, -3.0, -0.5, -0.2] + [-100.0] * padding,
+        "tokenizer.ggml.token_type": types + [5] * padding,
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+    }
+    write_gguf(model_folder("llama"), tmp_path / "model.gguf", metadata=metadata)
+    source = open_source(str(tmp_path / "model.gguf"))
+    tokenizer = source.tokenizer()
+    ids = tokenizer("ab é")["input_ids"]
+    assert ids == [1, pieces.index("▁ab"), pieces.index("▁"), pieces.index("<0xC3>"), pieces.index("<0xA9>")]
+    assert tokenizer.decode(ids, skip_special_tokens=True).strip() == "ab é"
+    assert tokenizer.eos_token_id == 2
+    generation = next(path for path in source.side_files if path.name == "generation_config.json")
+    assert json.loads(generation.read_text())["eos_token_id"] == [2]
+
+
 # Bad input
 
 
