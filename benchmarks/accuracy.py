@@ -14,6 +14,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -152,7 +153,10 @@ class _Recorder:
             checkpoint = open_checkpoint(quantize(source, stats, recipe, Path(folder) / "packed", device))
             summary = summarize_checkpoint(checkpoint)
             paths = PATHS.get(recipe.name, PATHS["dual"])
-            models = {(act, kv): reference_model(checkpoint, device, act, kv).score for act, kv in paths}
+            models = {
+                (act, kv): partial(reference_model(checkpoint, device, act, kv).score, chunk=self.arguments.window)
+                for act, kv in paths
+            }
             self.add(stats, recipe.name, models, summary.weight_bits, summary.mac_share_4bit)
 
     def add(
