@@ -13,6 +13,8 @@ import click
 from w4a4.cli.console import Console
 from w4a4.cli.newest_checkpoint import newest_checkpoint
 from w4a4.cli.options import common_options, option, pass_console, runtime_options
+from w4a4.cli.scored_model import is_packed
+from w4a4.configs.aliases import known_models
 from w4a4.configs.errors import NotFoundError, UsageError, W4A4Error
 
 if TYPE_CHECKING:
@@ -53,8 +55,7 @@ def command(
     folder, prompt = _arguments(console, arguments)
     if system is not None and not chat:
         raise UsageError("--system needs --chat")
-    if not folder.is_dir():
-        raise NotFoundError(f"{folder} is not a checkpoint folder", "make one: w4a4 quantize MODEL")
+    _check_packed(arguments[0] if len(arguments) == 2 else str(folder))
     from w4a4.serve.engine import Engine, EngineConfig
     from w4a4.serve.model_runner import load_runner
     from w4a4.serve.request import FinishReason, Request, SamplingParams
@@ -136,6 +137,16 @@ def _arguments(console: Console, arguments: tuple[str, ...]) -> tuple[Path, str]
     if not prompt:
         raise UsageError("the prompt is empty")
     return folder, prompt
+
+
+def _check_packed(name: str) -> None:
+    """Raise UsageError for a source model, which `generate` does not run, and NotFoundError where there is nothing."""
+    folder = Path(name)
+    if is_packed(folder):
+        return
+    if name in known_models() or (folder / "config.json").is_file() or (folder.suffix == ".gguf" and folder.is_file()):
+        raise UsageError(f"{name} is a source model: generate runs packed checkpoints", f"w4a4 quantize {name}")
+    raise NotFoundError(f"{name} is not a checkpoint folder", "make one: w4a4 quantize MODEL")
 
 
 def _speed(output: Output) -> tuple[float, float]:
