@@ -1,50 +1,36 @@
-"""What happens between the q|k|v product and the o_proj: norms, RoPE, the KV pages, attention. One class per device.
+"""What happens between the q|k|v product and o_proj: norms, RoPE, the KV pages, attention.
 
-`begin` computes what all layers of a step share, `attend` runs one layer. The law of both is `kernels.kv4`.
+`begin` computes what all layers of a step share, `attend` runs one layer. The law, and the choice of kernels, is
+`kernels.kv4`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from w4a4.configs.architecture import ModelConfig
-from w4a4.kernels.kv4 import KVBatch, KVPageLayout, kv_attention, kv_write, prepare_qk
-from w4a4.kernels.reference import rms_norm
+from w4a4.kernels.kv4 import KVBatch, KVPageLayout, kv_attention, kv_rope_write
 from w4a4.kernels.rope import rope_frequencies, rope_tables
 
 
 @dataclass(frozen=True)
 class HeadWeights:
-    """What one layer's attention has of its own. Norm gains [D] of q and k, mean of rotated keys [Hkv, D]."""
+    """What one layer's attention has of its own.
 
-    q_norm: Tensor | None
-    k_norm: Tensor | None
+    norms: gains [D] of the RMSNorm on each head of q and of k, or None; k_mean: [Hkv, D] of rotated keys, or None.
+    """
+
+    norms: tuple[Tensor, Tensor] | None
     k_mean: Tensor | None
     window: int | None
 
 
-class Attention(Protocol):
-    """`path` says in words what runs."""
-
-    @property
-    def path(self) -> str: ...
-
-    def begin(self, batch: KVBatch) -> Any:
-        """Indices and rotary tables of a step, for every layer's `attend`."""
-        ...
-
-    def attend(self, qkv: Tensor, weights: HeadWeights, pages: Tensor, step: Any) -> Tensor:
-        """Write K and V of qkv [T, (Hq + 2 Hkv) D] to the layer's pages, then attend: [T, Hq D]."""
-        ...
-
-
 @dataclass(frozen=True)
-class _Step:
-    """rows of the tables and slots: the new tokens of the step, T."""
+class AttentionStep:
+    """What all layers of a step of T new tokens share."""
 
     batch: KVBatch
     cos: Tensor  # f32 [T, D / 2]
@@ -53,8 +39,8 @@ class _Step:
     sink_slots: Tensor | None  # int64 [T]
 
 
-class ReferenceAttention:
-    """The law itself, in PyTorch on any device."""
+class PagedAttention:
+    """Attention of one model over pages of one layout, on one device."""
 
     def __init__(self, config: ModelConfig, layout: KVPageLayout, use_hadamard: bool, device: torch.device) -> None:
         self.config, self.layout, self.use_hadamard = config, layout, use_hadamard
@@ -62,22 +48,31 @@ class ReferenceAttention:
             config.head_dim, config.rope_theta, config.rope_scaling, config.max_position_embeddings
         )
         self.frequencies = frequencies.to(device)
-        self.head_counts = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
+        self.tables: tuple[Tensor, Tensor] | None = None
+        if device.type == "cuda":  # two look-ups in a step instead of six launches
+            positions = torch.arange(config.max_position_embeddings, device=device)
+            self.tables = rope_tables(positions, self.frequencies, self.rope_factor)
 
     @property
     def path(self) -> str:
-        return f"reference, KV {self.layout.bits} bit"
+        """What runs, in words."""
+        where = "sm_90" if self.frequencies.device.type == "cuda" else "reference-cpu"
+        return f"{where}, KV {self.layout.bits} bit"
 
-    def begin(self, batch: KVBatch) -> _Step:
-        cos, sin = rope_tables(batch.positions, self.frequencies, self.rope_factor)
-        return _Step(batch, cos, sin, batch.slots(self.layout), batch.sink_slots(self.layout))
+    def begin(self, batch: KVBatch) -> AttentionStep:
+        """Rotary tables and slots of a step."""
+        if self.tables is None:
+            cos, sin = rope_tables(batch.positions, self.frequencies, self.rope_factor)
+        else:
+            positions = batch.positions.clamp(min=0)  # empty slots have none
+            cos, sin = self.tables[0][positions], self.tables[1][positions]
+        return AttentionStep(batch, cos, sin, batch.slots(self.layout), batch.sink_slots(self.layout))
 
-    def attend(self, qkv: Tensor, weights: HeadWeights, pages: Tensor, step: _Step) -> Tensor:
-        head_dim, eps = self.config.head_dim, self.config.rms_norm_eps
-        q, k, v = torch.split(qkv.view(qkv.shape[0], -1, head_dim), self.head_counts, dim=1)
-        if weights.q_norm is not None and weights.k_norm is not None:
-            q, k = rms_norm(q, weights.q_norm, eps), rms_norm(k, weights.k_norm, eps)
-        q, k = prepare_qk(q, k, step.cos, step.sin, weights.k_mean, self.use_hadamard)
-        kv_write(k, v, pages, step.slots, self.layout, step.sink_slots)
-        attended = kv_attention(q, pages, step.batch, self.layout, head_dim**-0.5, weights.window)
-        return attended.flatten(1)
+    def attend(self, qkv: Tensor, weights: HeadWeights, pages: Tensor, step: AttentionStep) -> Tensor:
+        """Write K and V of qkv [T, (Hq + 2 Hkv) D] to the layer's pages, then attend: [T, Hq D]."""
+        head_dim = self.config.head_dim
+        q = kv_rope_write(
+            qkv.view(qkv.shape[0], -1, head_dim), step.cos, step.sin, pages, step.slots, self.layout, step.sink_slots,
+            weights.k_mean, self.use_hadamard, weights.norms, self.config.rms_norm_eps,
+        )  # fmt: skip
+        return kv_attention(q, pages, step.batch, self.layout, head_dim**-0.5, weights.window).flatten(1)

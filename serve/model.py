@@ -22,7 +22,7 @@ from w4a4.kernels.cpu import tiled_matmul
 from w4a4.kernels.kv4 import KVBatch, KVPageLayout, allocate_pages
 from w4a4.kernels.layout import ActMode
 from w4a4.kernels.reference import rms_norm
-from w4a4.serve.attention import Attention, HeadWeights, ReferenceAttention
+from w4a4.serve.attention import HeadWeights, PagedAttention
 
 PAGE_SIZE = 16
 
@@ -66,6 +66,19 @@ class KVCache:
         """The step's indices as the KV kernels want them; `sink_slots` int [B] is ignored where there are no sinks."""
         return KVBatch(block_tables, query_start, context_lengths, self._sink_pages(sink_slots))
 
+    def known_batch(
+        self, block_tables: Tensor, starts: list[int], lengths: list[int], sink_slots: Tensor | None
+    ) -> KVBatch:
+        """The same with query_start and context_lengths as numbers: nothing waits for the device to tell them."""
+        device = block_tables.device
+        # from pinned memory, so that the copies do not wait for the device either
+        query_start, context_lengths = (
+            torch.tensor(values, dtype=torch.int32, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+            for values in (starts, lengths)
+        )
+        sink_pages = self._sink_pages(sink_slots)
+        return KnownBatch(block_tables, query_start, context_lengths, sink_pages, (starts, lengths))
+
     def decode_batch(self, block_tables: Tensor, context_lengths: Tensor, sink_slots: Tensor | None) -> DecodeBatch:
         """The same for a step in which every sequence has one new token, or none (context length 0: padding)."""
         device = context_lengths.device
@@ -90,6 +103,23 @@ class DecodeBatch(KVBatch):
     @cached_property
     def positions(self) -> Tensor:
         return self.context_lengths.long() - 1
+
+
+@dataclass(frozen=True)
+class KnownBatch(KVBatch):
+    """A step whose query_start and context_lengths the host has as numbers, `known`."""
+
+    known: tuple[list[int], list[int]] = ([0], [])
+
+    @cached_property
+    def on_host(self) -> tuple[list[int], list[int]]:
+        return self.known
+
+    @cached_property
+    def rows(self) -> Tensor:
+        lengths = self.query_start.diff().long()
+        index = torch.arange(lengths.shape[0], device=lengths.device)
+        return index.repeat_interleave(lengths, output_size=self.known[0][-1])
 
 
 @dataclass(frozen=True)
@@ -148,7 +178,7 @@ class CausalLM:
         self.final_norm = self._gain(checkpoint.tensor("model.norm.weight"))
         tied = self.config.tie_word_embeddings
         self.head = self.embedding if tied else self._float(checkpoint.tensor("lm_head.weight"))
-        self.attention: Attention = ReferenceAttention(self.config, self.kv_layout(), self.use_qk_hadamard, self.device)
+        self.attention = PagedAttention(self.config, self.kv_layout(), self.use_qk_hadamard, self.device)
 
     def _float(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.device, self.dtype)
@@ -176,8 +206,9 @@ class CausalLM:
             input_norm=self._gain(norm("input_layernorm.weight")),
             post_attention_norm=self._gain(norm("post_attention_layernorm.weight")),
             heads=HeadWeights(
-                q_norm=norm("self_attn.q_norm.weight") if self.config.qk_norm else None,
-                k_norm=norm("self_attn.k_norm.weight") if self.config.qk_norm else None,
+                norms=(norm("self_attn.q_norm.weight"), norm("self_attn.k_norm.weight"))
+                if self.config.qk_norm
+                else None,
                 k_mean=k_mean,
                 window=self.config.sliding_windows[index],
             ),
@@ -232,7 +263,10 @@ class CausalLM:
             activation = self.ops.silu_mul_quantize(self.ops.linear_forward(activation, layer.gate_up), layer.down)
             update = self.ops.linear_forward(activation, layer.down)
         assert update is not None
-        return rms_norm(residual + update, self.final_norm, config.rms_norm_eps)
+        hidden = residual + update
+        if self.device.type == "cpu":
+            return rms_norm(hidden, self.final_norm, config.rms_norm_eps)
+        return F.rms_norm(hidden, (config.hidden_size,), self.final_norm, config.rms_norm_eps)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -252,8 +286,7 @@ class CausalLM:
             table = torch.arange(num_pages, dtype=torch.int32, device=self.device)[None]
             for start in range(0, num_tokens, chunk):
                 ids = sequence[start : start + chunk]
-                sizes = torch.tensor([0, len(ids)], dtype=torch.int32, device=self.device)
-                length = torch.tensor([start + len(ids)], dtype=torch.int32, device=self.device)
                 sinks = torch.zeros(1, dtype=torch.int32, device=self.device)
-                out.append(self.logits(self.forward(ids, cache.batch(table, sizes, length, sinks), cache)))
+                batch = cache.known_batch(table, [0, len(ids)], [start + len(ids)], sinks)
+                out.append(self.logits(self.forward(ids, batch, cache)))
         return torch.cat(out).view(*tokens.shape, -1)

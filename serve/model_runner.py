@@ -7,6 +7,8 @@ the step is done when it returns.
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import torch
 from torch import Tensor
 
@@ -14,10 +16,14 @@ from w4a4.configs.errors import ResourceError
 from w4a4.export.checkpoint import open_checkpoint
 from w4a4.kernels import ops
 from w4a4.kernels.layout import ActMode, LinearLayout
+from w4a4.serve.cuda_graphs import DecodeGraphs, batch_buckets
 from w4a4.serve.model import CausalLM
 from w4a4.serve.pages import plan_pool
 from w4a4.serve.runner import Batch, LayerPlan, RunnerInfo
 from w4a4.serve.settings import ServeSettings
+
+GRAPH_BYTES = 1 << 30
+"""Set aside on a GPU for the memory of captured graphs."""
 
 
 def load_runner(settings: ServeSettings) -> ModelRunner:
@@ -87,7 +93,10 @@ class ModelRunner:
         layout = model.kv_layout()
         page_bytes = layout.page_bytes * model.config.num_layers
         sink_bytes = page_bytes if layout.num_sinks else 0
+        is_gpu = model.device.type == "cuda"
         available = kv_cache_bytes
+        if is_gpu:
+            available = gpu_bytes_left(model, gpu_memory_utilization, max_num_batched_tokens, max_num_seqs)
         if max_model_len is None:
             longest = (available - max_num_seqs * sink_bytes) // page_bytes * layout.page_size
             max_model_len = max(1, min(model.config.max_position_embeddings, longest))
@@ -99,6 +108,10 @@ class ModelRunner:
                 f"{available / 2**20:.0f} MiB of KV pages cannot be allocated on {model.device}",
                 hint="lower --kv-cache-memory, or --gpu-memory-utilization on a GPU",
             ) from error
+        self.graphs: DecodeGraphs | None = None
+        if is_gpu and not is_eager:
+            width = -(-max_model_len // layout.page_size)
+            self.graphs = DecodeGraphs(model, self.cache, batch_buckets(max_num_seqs), width)
         self._info = RunnerInfo(
             num_pages=size.num_pages,
             page_size=layout.page_size,
@@ -117,10 +130,19 @@ class ModelRunner:
     @torch.inference_mode()
     def step(self, batch: Batch) -> Tensor:
         """See `serve.runner.Runner.step`."""
-        sinks = batch.sink_slots if self.info.num_sink_slots else None
-        indices = self.cache.batch(batch.block_tables, batch.query_start, batch.context_lens, sinks)
-        hidden = self.model.forward(batch.input_ids, indices, self.cache)
-        return self.model.logits(hidden[batch.logit_rows])
+        device = self.model.device
+        is_all_rows = batch.logit_rows.shape[0] == batch.num_tokens
+        if self.graphs is not None and batch.is_decode and batch.num_seqs <= self.graphs.max_batch:
+            logits = self.graphs.step(batch.input_ids, batch.context_lens, batch.sink_slots, batch.block_tables)
+            return logits if is_all_rows else logits[batch.logit_rows.to(device, non_blocking=True)]
+        sinks = batch.sink_slots.to(device, non_blocking=True) if self.info.num_sink_slots else None
+        tables = batch.block_tables.to(device, non_blocking=True)
+        starts, lengths = batch.query_start.tolist(), batch.context_lens.tolist()
+        indices = self.cache.known_batch(tables, starts, lengths, sinks)
+        hidden = self.model.forward(batch.input_ids.to(device, non_blocking=True), indices, self.cache)
+        if not is_all_rows:
+            hidden = hidden[batch.logit_rows.to(device, non_blocking=True)]
+        return self.model.logits(hidden)
 
     def explain(self) -> list[LayerPlan]:
         return [
@@ -137,9 +159,44 @@ class ModelRunner:
     def close(self) -> None:
         """Free the device memory. The runner is not used afterwards."""
         device = self.model.device
-        del self.cache, self.model
+        del self.graphs, self.cache, self.model
         if device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def gpu_bytes_left(model: CausalLM, utilization: float, max_num_batched_tokens: int, max_num_seqs: int) -> int:
+    """Bytes for KV pages beside the model, other programs on the GPU, and the largest step, which is run to measure it.
+
+    Raises ResourceError where the largest step does not fit.
+    """
+    layout = model.kv_layout()
+    longest = min(max_num_batched_tokens, model.config.max_position_embeddings)
+    lengths = [longest] * (max_num_batched_tokens // longest) + [max_num_batched_tokens % longest]
+    lengths = [length for length in lengths if length]
+    num_pages = sum(-(-length // layout.page_size) for length in lengths)
+    cache = model.allocate_cache(num_pages, 1)
+    width = -(-longest // layout.page_size)
+    table = torch.arange(len(lengths) * width, dtype=torch.int32, device=model.device) % num_pages
+    starts = [0, *accumulate(lengths)]
+    sinks = torch.zeros(len(lengths), dtype=torch.int32, device=model.device)
+    ids = torch.arange(max_num_batched_tokens, device=model.device) % model.config.vocab_size
+    torch.cuda.reset_peak_memory_stats(model.device)
+    before = torch.cuda.memory_allocated(model.device)
+    try:
+        with torch.inference_mode():
+            batch = cache.known_batch(table.view(len(lengths), width), starts, lengths, sinks)
+            logits = model.logits(model.forward(ids, batch, cache)[:max_num_seqs])
+            del logits
+    except torch.OutOfMemoryError as error:
+        raise ResourceError(
+            f"a step of {max_num_batched_tokens} tokens does not fit in the GPU's memory beside the weights",
+            hint="lower --max-num-batched-tokens",
+        ) from error
+    peak = torch.cuda.max_memory_allocated(model.device) - before
+    del cache
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(model.device)
+    return int(total * utilization) - (total - free) - peak - GRAPH_BYTES
 
 
 def _bits(layout: LinearLayout, field: str) -> str:

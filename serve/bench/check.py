@@ -20,6 +20,7 @@ from w4a4.serve.bench.fixed_batch import FixedBatch
 from w4a4.serve.model import CausalLM, PackedModel
 
 MAX_LAYERS = 2
+MAX_VOCABULARY = 8192
 NUM_PROMPT = 40  # over two page boundaries
 NUM_DECODED = 6
 TOLERANCE = 0.15
@@ -57,9 +58,10 @@ def check_model(packed: PackedModel, device: torch.device, act: ActMode, kv_bits
         NumericsError: they are further apart than bf16 can explain, or not finite.
     """
     layers = min(MAX_LAYERS, packed.config.num_layers)
-    ours = CausalLM(FirstLayers(packed, layers, device), device, act, kv_bits)
+    vocabulary = min(MAX_VOCABULARY, packed.config.vocab_size)
+    ours = CausalLM(FirstLayers(packed, layers, vocabulary, device), device, act, kv_bits)
     cpu = torch.device("cpu")
-    reference = CausalLM(FirstLayers(packed, layers, cpu), cpu, act, kv_bits)
+    reference = CausalLM(FirstLayers(packed, layers, vocabulary, cpu), cpu, act, kv_bits)
     got, tokens = teacher_forced(ours)
     expected = reference.score(tokens.cpu())[:, NUM_PROMPT - 1 : NUM_PROMPT + NUM_DECODED - 1]
     got = got.cpu()

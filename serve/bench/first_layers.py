@@ -1,4 +1,4 @@
-"""The first layers of a packed model as a packed model of its own: small enough for the reference on a CPU."""
+"""The first layers of a packed model as a model of its own: small enough for the reference on a CPU."""
 
 from __future__ import annotations
 
@@ -27,17 +27,21 @@ class HeldLinear:
 
 @dataclass(frozen=True)
 class FirstLayers:
-    """Layers 0 to num_layers - 1 of `packed`, embedding and head included, tensors given out on `device`."""
+    """Layers 0 to num_layers - 1 of `packed`, and the first `vocab_size` tokens of its embedding and head.
+
+    Tensors are given out on `device`.
+    """
 
     packed: PackedModel
     num_layers: int
+    vocab_size: int
     device: torch.device
 
     @property
     def config(self) -> ModelConfig:
         config = self.packed.config
         windows = config.sliding_windows[: self.num_layers]
-        return replace(config, num_layers=self.num_layers, sliding_windows=windows)
+        return replace(config, num_layers=self.num_layers, vocab_size=self.vocab_size, sliding_windows=windows)
 
     @property
     def quantization(self) -> Mapping[str, Any]:
@@ -58,4 +62,7 @@ class FirstLayers:
         )
 
     def tensor(self, name: str) -> Tensor:
-        return self.packed.tensor(name).to(self.device)
+        tensor = self.packed.tensor(name)
+        if tensor.shape[0] == self.packed.config.vocab_size and tensor.ndim == 2:
+            tensor = tensor[: self.vocab_size]
+        return tensor.to(self.device)

@@ -60,10 +60,10 @@ class FixedBatch:
         return self.model.logits(hidden[ends])
 
     def _chunk(self, first: int, last: int, start: int, stop: int) -> Tensor:
-        device, count = self.model.device, last - first
-        starts = torch.arange(count + 1, dtype=torch.int32, device=device) * (stop - start)
-        lengths = torch.full((count,), stop, dtype=torch.int32, device=device)
-        batch = self.cache.batch(self.tables[first:last], starts.int(), lengths, self.sink_slots[first:last])
+        count = last - first
+        starts = [index * (stop - start) for index in range(count + 1)]
+        tables, sinks = self.tables[first:last], self.sink_slots[first:last]
+        batch = self.cache.known_batch(tables, starts, [stop] * count, sinks)
         return self.model.forward(self.tokens[first:last, start:stop].reshape(-1), batch, self.cache)
 
     def seek(self, context: int) -> None:
