@@ -211,7 +211,8 @@ class _LayerRun:
         self._update(lambda x: self._linear("mlp.down_proj", self._mlp_hidden(x)))
 
     def _stage(self, names: tuple[str, ...], rows: Iterator[Tensor]) -> None:
-        every = max(1, self.hidden.shape[0] * self.hidden.shape[1] // CLIP_TOKENS)
+        sequences, length = self.hidden.shape[:2]
+        every = min(max(1, sequences * length // CLIP_TOKENS), length)
         inputs = _StageInputs(self.plan[names[0]], self.device, every)
         for x in rows:
             inputs.add(x)
