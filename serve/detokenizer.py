@@ -30,8 +30,6 @@ class StopStrings:
         With several matches the one that ends first wins, then the longest: what the model would have met first.
         """
         held = self._held + text
-        if not self._strings:
-            return held, None, ""
         match: tuple[int, int, str] | None = None
         for string in self._strings:
             start = held.find(string)
@@ -76,7 +74,7 @@ class Detokenizer:
         self._window = list(prompt_ids[-CONTEXT:])
         # Text of the window that has been handed out; a character cut in half by the prompt's end has not.
         self._shown = _complete(decode(self._window)) if self._window else ""
-        self._stops = StopStrings(stop)
+        self._stops = StopStrings(stop) if stop else None
         self._include_stop = include_stop
         self._min_tokens = min_tokens
         self._num_tokens = 0
@@ -93,7 +91,7 @@ class Detokenizer:
             self._num_tokens += 1
         if token is not None or is_last:
             text = self._grown(is_last)
-        if self._num_tokens < self._min_tokens:
+        if self._stops is None or self._num_tokens < self._min_tokens:
             return text
         shown, self.stop_reason, matched = self._stops.push(text, is_last=is_last)
         return shown + matched if self._include_stop else shown
@@ -102,7 +100,8 @@ class Detokenizer:
         decoded = self._decode(self._window)
         text = decoded if is_last else _complete(decoded)
         grown = text[len(self._shown) :]
-        self._shown = max(self._shown, text, key=len)
+        if grown:
+            self._shown = text
         if len(self._window) >= WINDOW:
             # Some context must stay: many tokenizers drop a leading space at the start of a text.
             self._window = self._window[-WINDOW // 2 :]
@@ -113,6 +112,8 @@ class Detokenizer:
 
 def _complete(text: str) -> str:
     """The text without what may be an incomplete character at its end."""
+    if not text.endswith(REPLACEMENT):
+        return text
     end = len(text)
     while end > 0 and len(text) - end < MAX_HELD and text[end - 1] == REPLACEMENT:
         end -= 1

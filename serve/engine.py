@@ -18,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -77,8 +78,7 @@ class EngineStats:
     runner_seconds: float = 0.0  # of that, inside the runner
 
 
-@dataclass(slots=True)
-class _News:
+class _News(NamedTuple):
     """A sequence's tokens of a step whose text has not been made yet."""
 
     sequence: Sequence
@@ -357,55 +357,56 @@ class Engine:
                 continue
             sequence.tokens.append(token)
             self._num_output_tokens += 1
+            num_output = len(sequence.tokens) - sequence.num_prompt
             grammar = sequence.request.grammar
             if grammar is not None and not grammar.accept(token):
                 self._finish(sequence, FinishReason.ERROR, error="the grammar does not accept the sampled token")
-            elif token in sequence.stop_ids and sequence.num_output >= sequence.request.params.min_tokens:
+            elif token in sequence.stop_ids and num_output >= sequence.request.params.min_tokens:
                 sequence.stop_reason = token if token in sequence.request.params.stop_token_ids else None
                 self._finish(sequence, FinishReason.STOP)
             elif grammar is not None and grammar.is_done:
                 self._finish(sequence, FinishReason.STOP)
-            elif sequence.num_output >= sequence.max_tokens:
+            elif num_output >= sequence.max_tokens:
                 self._finish(sequence, FinishReason.LENGTH)
             self._news.append(_News(sequence, token, result.logprob, is_first))
 
     def _emit(self) -> None:
         """Make the text of what was appended, look for stop strings, and tell the listener."""
         outputs: list[Output] = []
-        for news in self._news:
-            sequence = news.sequence
-            is_last = sequence.is_finished
+        for sequence, token, logprob, is_prompt_done in self._news:
+            is_last = sequence.finish_reason is not None
             detokenizer = sequence.detokenizer
-            is_shown = not (is_last and news.token in sequence.stop_ids and sequence.finish_reason is FinishReason.STOP)
-            text = detokenizer.push(news.token if is_shown else None, is_last=is_last)
+            is_hidden = is_last and sequence.finish_reason is FinishReason.STOP and token in sequence.stop_ids
+            text = detokenizer.push(None if is_hidden else token, is_last=is_last)
             if detokenizer.stop_reason is not None:
                 sequence.stop_reason = detokenizer.stop_reason
                 if is_last:
                     sequence.finish_reason = FinishReason.STOP
                 else:
                     self._finish(sequence, FinishReason.STOP)
-            output = self._output(sequence, text, [] if news.token is None else [news.token])
-            if news.logprob is not None:
-                output.logprobs.append(news.logprob)
-            if news.is_prompt_done and sequence.request.params.prompt_logprobs is not None:
+            output = self._output(sequence, text, [] if token is None else [token])
+            if logprob is not None:
+                output.logprobs.append(logprob)
+            if is_prompt_done and sequence.request.params.prompt_logprobs is not None:
                 output.prompt_logprobs = sequence.prompt_logprobs
             outputs.append(output)
         self._news.clear()
         self._publish(outputs)
 
     def _output(self, sequence: Sequence, text: str, token_ids: list[int]) -> Output:
-        return Output(
-            request_id=sequence.request.request_id,
-            text=text,
-            token_ids=token_ids,
-            logprobs=[],
-            num_prompt_tokens=sequence.num_prompt,
-            num_output_tokens=sequence.num_output,
-            num_cached_tokens=sequence.num_cached,
-            finish_reason=sequence.finish_reason,
-            stop_reason=sequence.stop_reason,
-            error=sequence.error,
-            times=sequence.times,
+        return Output(  # by position: one per sequence and step
+            sequence.request.request_id,
+            text,
+            token_ids,
+            [],
+            sequence.num_prompt,
+            sequence.num_output,
+            sequence.num_cached,
+            None,
+            sequence.finish_reason,
+            sequence.stop_reason,
+            sequence.error,
+            sequence.times,
         )
 
     def _finish(self, sequence: Sequence, reason: FinishReason, error: str = "") -> None:

@@ -212,16 +212,21 @@ class Sequence:
     stop_reason: str | int | None = None
     error: str = ""
 
-    def __post_init__(self) -> None:
-        self.tokens = list(self.request.prompt_ids)
+    # Constants of the request that every step asks for.
+    num_prompt: int = field(init=False)
+    is_plain: bool = field(init=False)  # the sampler takes its logits as they are
 
-    @property
-    def num_prompt(self) -> int:
-        return len(self.request.prompt_ids)
+    def __post_init__(self) -> None:
+        params = self.request.params
+        self.tokens = list(self.request.prompt_ids)
+        self.num_prompt = len(self.request.prompt_ids)
+        self.is_plain = not (
+            params.has_penalties or params.logit_bias or params.min_tokens or self.request.grammar is not None
+        )
 
     @property
     def num_output(self) -> int:
-        return len(self.tokens) - len(self.request.prompt_ids)
+        return len(self.tokens) - self.num_prompt
 
     @property
     def num_pending(self) -> int:

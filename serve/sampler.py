@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,8 +35,7 @@ class SamplerState:
     num_counted: int = field(default=0)  # tokens of the sequence that seen and counts know
 
 
-@dataclass(frozen=True, slots=True)
-class Sampled:
+class Sampled(NamedTuple):
     """One row's result; `is_finite` is False if the logits held NaN or nothing but infinities."""
 
     token: int
@@ -57,7 +57,7 @@ class Sampler:
         logprob_rows = [row for row, param in enumerate(params) if param.logprobs is not None]
         raw = torch.log_softmax(logits[logprob_rows], dim=-1) if logprob_rows else None
         for row, sequence in enumerate(sequences):
-            if not _is_plain(sequence):
+            if not sequence.is_plain:
                 self._shape(logits[row], sequence)
         best, tokens = logits.max(dim=-1)
         sampled_rows = [row for row, param in enumerate(params) if not param.is_greedy]
@@ -68,17 +68,15 @@ class Sampler:
                 logits if everything else logits[index], [sequences[row] for row in sampled_rows], best[index]
             )
             tokens = drawn if everything else tokens.index_copy(0, index, drawn)
-        is_finite = torch.isfinite(best).tolist()
-        token_list: list[int] = tokens.tolist()
-        logprobs: dict[int, TokenLogprob] = {}
+        # One transfer for both: on a GPU this is where the step is waited for.
+        token_list, is_finite = torch.stack((tokens, torch.isfinite(best).long())).tolist()
+        logprobs: list[TokenLogprob | None] = [None] * len(params)
         if raw is not None:
             chosen = [token_list[row] for row in logprob_rows]
             tops = [params[row].logprobs or 0 for row in logprob_rows]
-            logprobs = dict(zip(logprob_rows, gather_logprobs(raw, chosen, tops), strict=True))
-        return [
-            Sampled(token, finite, logprobs.get(row))
-            for row, (token, finite) in enumerate(zip(token_list, is_finite, strict=True))
-        ]
+            for row, logprob in zip(logprob_rows, gather_logprobs(raw, chosen, tops), strict=True):
+                logprobs[row] = logprob
+        return list(map(Sampled, token_list, map(bool, is_finite), logprobs))
 
     def _shape(self, logits: Tensor, sequence: Sequence) -> None:
         """Apply to one row [V], in place, whatever does not depend on other rows."""
@@ -167,11 +165,6 @@ class Sampler:
                     noise[row].exponential_(generator=self._state(sequence, like.device).generator)
         # float32 noise can round to 0: the quotient would be inf, or NaN for a forbidden token.
         return noise.clamp_(min=torch.finfo(noise.dtype).tiny)
-
-
-def _is_plain(sequence: Sequence) -> bool:
-    params = sequence.request.params
-    return not (params.has_penalties or params.logit_bias or params.min_tokens or sequence.request.grammar is not None)
 
 
 def _limit(scaled: Tensor, params: Rows[SamplingParams]) -> Tensor:

@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from w4a4.configs.errors import UsageError
 from w4a4.serve.batches import BlockTables
@@ -40,8 +41,7 @@ class SchedulerLimits:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class Scheduled:
+class Scheduled(NamedTuple):
     """One sequence's share of a step: its tokens num_computed .. num_computed + num_tokens - 1.
 
     `is_sampled`: the step reaches the sequence's last token, so a next one follows.
@@ -115,7 +115,7 @@ class Scheduler:
                 continue  # finished or aborted while the step ran
             before = sequence.num_computed
             sequence.num_computed = after = before + entry.num_tokens
-            if before // page_size != after // page_size and self.pool.is_caching:
+            if after % page_size < entry.num_tokens and self.pool.is_caching:
                 for index in range(before // page_size, after // page_size):
                     self.pool.register(sequence.pages[index], self._digests(sequence, index + 1)[index])
 
@@ -171,6 +171,8 @@ class Scheduler:
     def _reserve(self, sequence: Sequence, num_tokens: int, plan: dict[int, Scheduled]) -> bool:
         """Get the pages for the next `num_tokens`, preempting later arrivals if need be; False if it went itself."""
         num_missing = -(-(sequence.num_computed + num_tokens) // self.pool.page_size) - len(sequence.pages)
+        if num_missing <= 0:
+            return True
         while num_missing > self.pool.num_available:
             victim = self.running[-1]
             plan.pop(victim.row, None)

@@ -102,7 +102,8 @@ class LiveServer:
 
     def stop(self) -> int | BaseException | None:
         self.client.close()
-        self.runner.gate.set()
+        if isinstance(self.runner, FakeRunner):
+            self.runner.gate.set()
         if self._thread.is_alive():
             self.process.stop()
         return self.join()
