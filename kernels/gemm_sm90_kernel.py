@@ -85,7 +85,7 @@ class GemmKernel:
         @cute.struct
         class Storage:
             barriers: cute.struct.MemRange[Int64, v.stages * 2]
-            token_scales: cute.struct.Align[cute.struct.MemRange[Float32, v.tokens * v.segments], 16]
+            token_scales: cute.struct.Align[cute.struct.MemRange[Float32, v.tokens * v.segments * v.warpgroups], 16]
             rows: cute.struct.Align[cute.struct.MemRange[Float32, v.row_blocks * 64 * 4], 16]
             words: cute.struct.Align[cute.struct.MemRange[Int32, v.stage_words * v.stages], 1024]
             x: cute.struct.Align[cute.struct.MemRange[Int8, v.stage_x_bytes * v.stages], 1024]
@@ -116,6 +116,7 @@ class GemmKernel:
             block=[128 + 128 * v.warpgroups, 1, 1],
             cluster=[v.cluster, 1, 1],
             stream=stream,
+            min_blocks_per_mp=1,
             use_pdl=v.overlap_launch,
         )
 
@@ -205,6 +206,8 @@ class GemmKernel:
                         self.load_words(
                             words, words_smem, full, i, row_block_0, last_block, row_words, start_0 + i, first_steps
                         )
+                    for i in cutlass.range(ahead, cutlass.min(stop_0 - start_0, v.stages + v.l2_steps), unroll=1):
+                        self.prefetch_words(words, row_block_0, last_block, row_words, start_0 + i, first_steps)
                     cute.arch.griddepcontrol_wait()
                 for item in cutlass.range(num_items, unroll=1):
                     tile, start, stop = self.work(item, run, steps, whole_tiles, cluster, num_clusters)
@@ -266,7 +269,10 @@ class GemmKernel:
                 [tiled_mma.make_fragment_A(shape_a) for _ in range(v.x_blocks)] for _ in range(2 if v.looks_ahead else 1)
             ]
             tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
-            scales_smem = storage.token_scales.get_tensor(cute.make_layout(v.tokens * v.segments))
+            all_scales = storage.token_scales.get_tensor(
+                cute.make_layout((v.tokens * v.segments, v.warpgroups), stride=(1, v.tokens * v.segments))
+            )
+            scales_smem = all_scales[None, consumer]
             rows_smem = storage.rows.get_tensor(cute.make_layout((4, 64, v.row_blocks), stride=(1, 4, 256)))
             y_smem = storage.y.get_tensor(y_layout.outer, swizzle=y_layout.inner)
             y_base = storage.y.data_ptr().toint()
@@ -303,7 +309,7 @@ class GemmKernel:
                 if cutlass.const_expr(v.shares_tiles):
                     if stop - start < steps:
                         is_complete = self.meet(
-                            accumulators, partials, tile - whole_tiles, start,
+                            accumulators, partials, tile - whole_tiles, start, stop, first_steps,
                             (token_tiles * row_tiles - whole_tiles) * steps, steps,
                             cluster, num_clusters, rank, consumer, lane,
                         )  # fmt: skip
@@ -399,15 +405,7 @@ class GemmKernel:
     ) -> None:
         """Announce one K step and copy its weights: contiguous for 64 rows, so a bulk copy each, issued by one thread."""
         v = self.variant
-        second = v.segments - 1
-        offset = step * v.step_words(0)
-        count = Int32(v.step_words(0))
-        expected = Int32(v.step_bytes(0))
-        if cutlass.const_expr(v.segments == 2):
-            if step >= first_steps:
-                offset = first_steps * v.step_words(0) + (step - first_steps) * v.step_words(second)
-                count = Int32(v.step_words(second))
-                expected = Int32(v.step_bytes(second))
+        offset, count, expected = self.locate(step, first_steps)
         barrier = (full + stage).toint().to(Int32)
         base = words_smem.toint().to(Int32) + stage * (v.stage_words * 4)
         with cute.arch.elect_one():
@@ -425,6 +423,34 @@ class GemmKernel:
                         Int64(WEIGHTS_ONCE if v.weights_once else WEIGHTS_AGAIN),
                     ],
                 )
+
+    @cute.jit
+    def prefetch_words(
+        self, words: cute.Tensor, row_block: Int32, last_block: Int32, row_words: Int32, step: Int32, first_steps: Int32
+    ) -> None:
+        """Bring one K step into L2: what does not fit in shared memory need not wait for the previous kernel either."""
+        offset, count, _ = self.locate(step, first_steps)
+        with cute.arch.elect_one():
+            for b in cutlass.range_constexpr(self.variant.row_blocks):
+                source = cutlass.min(row_block + b, last_block).to(Int64) * row_words + offset
+                cute.arch.inline_ptx(
+                    "cp.async.bulk.prefetch.L2.global [{$r0}], {$r1};",
+                    read_only_args=[words.iterator.toint() + source * 4, count * 4],
+                )
+
+    @cute.jit
+    def locate(self, step: Int32, first_steps: Int32):  # type: ignore[no-untyped-def]
+        """Where a K step stands in the words of 64 rows, how many it has, and all bytes that arrive with it."""
+        v = self.variant
+        offset = step * v.step_words(0)
+        count = Int32(v.step_words(0))
+        expected = Int32(v.step_bytes(0))
+        if cutlass.const_expr(v.segments == 2):
+            if step >= first_steps:
+                offset = first_steps * v.step_words(0) + (step - first_steps) * v.step_words(1)
+                count = Int32(v.step_words(1))
+                expected = Int32(v.step_bytes(1))
+        return offset, count, expected
 
     @cute.jit
     def load_x(self, atom: cute.CopyAtom, source: cute.Tensor, target: cute.Tensor, barrier: cute.Pointer) -> None:
@@ -448,8 +474,7 @@ class GemmKernel:
     ) -> None:
         """Start copying the tile's scales: they are needed a whole main loop later.
 
-        Each warpgroup copies every token scale it will read itself (the same values to the same place as its
-        neighbours), so no barrier between warpgroups is needed.
+        Each warpgroup has its own copy, so that none must wait for another before the next tile.
         """
         v = self.variant
         first = token_tile * (v.tokens * v.segments)
@@ -601,6 +626,8 @@ class GemmKernel:
         partials: cute.Tensor,
         shared_tile: Int32,
         start: Int32,
+        stop: Int32,
+        first_steps: Int32,
         shared_steps: Int32,
         steps: Int32,
         cluster: Int32,
@@ -617,49 +644,71 @@ class GemmKernel:
         others began their part of the tile before this cluster did, and all are resident: nobody waits for long.
         """
         v = self.variant
-        size = cute.size(accumulators[0])
-        quads = v.partial_words // 4
         is_owner = Int32(0)
         if start > 0:
             mine = self.slot(partials, cluster, rank, consumer, lane)
-            for q in cutlass.range_constexpr(quads):
-                flat = cute.make_tensor(accumulators[q * 4 // size].iterator, cute.make_layout((4, size // 4)))
-                i = q % (size // 4)
-                cute.arch.inline_ptx(
-                    "st.relaxed.gpu.global.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
-                    read_only_args=[mine + q * 2048, flat[0, i], flat[1, i], flat[2, i], flat[3, i]],
-                )
+            for segment in cutlass.range_constexpr(v.segments):
+                if self.touches(segment, start, stop, first_steps):
+                    self.hand_over(accumulators[segment], mine + segment * v.segment_slot_bytes)
         else:
             is_owner = Int32(1)
-            last = ((shared_tile + 1) * steps * num_clusters - 1) // shared_steps
-            batch = min(quads, 8 if v.partial_words < 64 else 4)
+            tile_start = shared_tile * steps
+            last = ((tile_start + steps) * num_clusters - 1) // shared_steps
             for other in cutlass.range(cluster + 1, last + 1, unroll=1):
                 theirs = self.slot(partials, other, rank, consumer, lane)
-                for first in cutlass.range_constexpr(0, quads, batch):
-                    loaded = cute.make_rmem_tensor((4, batch), Int32)
-                    missing = Int32(1)
-                    while missing == 1:
-                        missing = Int32(0)
-                        for b in cutlass.range_constexpr(batch):
-                            loaded[0, b], loaded[1, b], loaded[2, b], loaded[3, b] = cute.arch.inline_ptx(
-                                "ld.relaxed.gpu.global.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
-                                write_only_types=[Int32, Int32, Int32, Int32],
-                                read_only_args=[theirs + (first + b) * 2048],
-                            )
-                        for b in cutlass.range_constexpr(batch):
-                            for e in cutlass.range_constexpr(4):
-                                if loaded[e, b] == Int32(NOTHING):
-                                    missing = Int32(1)
-                    for b in cutlass.range_constexpr(batch):
-                        q = first + b
-                        flat = cute.make_tensor(accumulators[q * 4 // size].iterator, cute.make_layout((4, size // 4)))
-                        for e in cutlass.range_constexpr(4):
-                            flat[e, q % (size // 4)] = flat[e, q % (size // 4)] + loaded[e, b]
-                        cute.arch.inline_ptx(
-                            "st.relaxed.gpu.global.v4.b32 [{$r0}], {{$r1}, {$r1}, {$r1}, {$r1}};",
-                            read_only_args=[theirs + q * 2048, Int32(NOTHING)],
-                        )
+                their_start = shared_steps * other // num_clusters - tile_start
+                their_stop = cutlass.min(shared_steps * (other + 1) // num_clusters - tile_start, steps)
+                for segment in cutlass.range_constexpr(v.segments):
+                    if self.touches(segment, their_start, their_stop, first_steps):
+                        self.take_over(accumulators[segment], theirs + segment * v.segment_slot_bytes)
         return is_owner
+
+    @cute.jit
+    def touches(self, segment: cutlass.Constexpr, start: Int32, stop: Int32, first_steps: Int32):  # type: ignore[no-untyped-def]
+        """Whether steps start..stop of a tile reach into a segment."""
+        result = start < first_steps
+        if cutlass.const_expr(segment == 1):
+            result = stop > first_steps
+        return result
+
+    @cute.jit
+    def hand_over(self, accumulator: cute.Tensor, address: Int64) -> None:
+        quads = cute.size(accumulator) // 4
+        flat = cute.make_tensor(accumulator.iterator, cute.make_layout((4, quads)))
+        for q in cutlass.range_constexpr(quads):
+            cute.arch.inline_ptx(
+                "st.relaxed.gpu.global.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+                read_only_args=[address + q * 2048, flat[0, q], flat[1, q], flat[2, q], flat[3, q]],
+            )
+
+    @cute.jit
+    def take_over(self, accumulator: cute.Tensor, address: Int64) -> None:
+        """Add sums as they appear, as many loads in flight as registers allow, and leave the slot as it was."""
+        quads = cute.size(accumulator) // 4
+        batch = min(quads, self.variant.handover_batch)
+        flat = cute.make_tensor(accumulator.iterator, cute.make_layout((4, quads)))
+        for first in cutlass.range_constexpr(0, quads, batch):
+            loaded = cute.make_rmem_tensor((4, batch), Int32)
+            missing = Int32(1)
+            while missing == 1:
+                missing = Int32(0)
+                for b in cutlass.range_constexpr(batch):
+                    loaded[0, b], loaded[1, b], loaded[2, b], loaded[3, b] = cute.arch.inline_ptx(
+                        "ld.relaxed.gpu.global.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+                        write_only_types=[Int32, Int32, Int32, Int32],
+                        read_only_args=[address + (first + b) * 2048],
+                    )
+                for b in cutlass.range_constexpr(batch):
+                    for e in cutlass.range_constexpr(4):
+                        if loaded[e, b] == Int32(NOTHING):
+                            missing = Int32(1)
+            for b in cutlass.range_constexpr(batch):
+                for e in cutlass.range_constexpr(4):
+                    flat[e, first + b] = flat[e, first + b] + loaded[e, b]
+                cute.arch.inline_ptx(
+                    "st.relaxed.gpu.global.v4.b32 [{$r0}], {{$r1}, {$r1}, {$r1}, {$r1}};",
+                    read_only_args=[address + (first + b) * 2048, Int32(NOTHING)],
+                )
 
     @cute.jit
     def slot(self, partials: cute.Tensor, cluster: Int32, rank: Int32, consumer: Int32, lane: Int32):  # type: ignore[no-untyped-def]

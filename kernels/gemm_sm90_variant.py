@@ -25,6 +25,7 @@ class Variant:
     packs_first:        keep the first segment's sums as float16 while the second is multiplied, so that a tile of 256
                         tokens fits in registers
     shares_tiles:       several clusters may work on one tile along K
+    l2_steps:           K steps of weights, beyond the pipeline, that are brought into L2 before the previous kernel ends
     """
 
     weight_bits: tuple[int, ...]
@@ -40,6 +41,7 @@ class Variant:
     looks_ahead: bool = False
     packs_first: bool = False
     shares_tiles: bool = False
+    l2_steps: int = 0
 
     def __post_init__(self) -> None:
         if self.shared_bytes > MAX_SHARED_BYTES:
@@ -56,6 +58,7 @@ class Variant:
         """As a file name."""
         bits = "".join(map(str, self.weight_bits))
         flags = ("p" if self.overlap_launch else "") + ("o" if self.weights_once else "")
+        flags += f"l{self.l2_steps}" if self.l2_steps else ""
         flags += ("a" if self.looks_ahead else "") + ("h" if self.packs_first else "") + ("k" if self.shares_tiles else "")
         return (
             f"gemm-w{bits}-t{self.tokens}-r{self.row_blocks}-g{self.warpgroups}-s{self.stages}-b{self.int4_blocks}"
@@ -98,7 +101,7 @@ class Variant:
     def shared_bytes(self) -> int:
         """Shared memory of one block, up to 3 KiB of alignment included."""
         pipeline = self.stages * (self.stage_words * 4 + self.stage_x_bytes + 16)
-        scales = self.tokens * self.segments * 4 + self.row_blocks * 64 * 16
+        scales = self.warpgroups * self.tokens * self.segments * 4 + self.row_blocks * 64 * 16
         stores = self.warpgroups * self.store_buffers * self.store_tokens * 128
         return pipeline + scales + stores + 3072
 
@@ -119,16 +122,29 @@ class Variant:
     @property
     def moves_registers(self) -> bool:
         """Whether the copying warpgroup gives registers to the multiplying ones: where accumulators are many."""
-        return self.warpgroups == 2 and self.partial_words * (3 if self.packs_first else 4) >= 4 * 96
+        return self.warpgroups == 2 and self.partial_words * (3 if self.packs_first else 4) >= 4 * 64
+
+    @property
+    def segment_slot_bytes(self) -> int:
+        """From one segment's sums to the next in a warpgroup's slot of the workspace."""
+        return self.partial_words // self.segments * 128 * 4
+
+    @property
+    def handover_batch(self) -> int:
+        """16-byte loads in flight while sums are taken over: bounded by registers."""
+        if self.partial_words <= 64:
+            return 16
+        return 4 if self.looks_ahead else 8
 
     @property
     def producer_registers(self) -> int:
-        return 24
+        """The list of shared work needs more than 24, which is enough without."""
+        return 40 if self.shares_tiles else 24
 
     @property
     def consumer_registers(self) -> int:
         """Three warpgroups start with 168 registers each: asking for more than 3 * 168 in all waits forever."""
-        return 240
+        return 232 if self.shares_tiles else 240
 
 
 @dataclass(frozen=True)

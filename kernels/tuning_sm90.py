@@ -10,8 +10,9 @@ def choose(weight_bits: tuple[int, ...], rows: int, columns: int, tokens: int) -
     for size, stages in ((8, 5), (16, 5), (32, 8), (64, 6)):
         if tokens <= size:
             variant = Variant(
-                weight_bits, size, 2, 2, stages, int4_blocks=2, weights_once=True, looks_ahead=True, shares_tiles=True
-            )
+                weight_bits, size, 2, 2, stages, int4_blocks=2, weights_once=True, looks_ahead=size > 16,
+                shares_tiles=True, l2_steps=8,
+            )  # fmt: skip
             return Plan(variant, share="all")
     if tokens <= 256:
         return Plan(Variant(weight_bits, 128, 2, 2, 5, looks_ahead=True, shares_tiles=True), 2, "all")
