@@ -36,12 +36,12 @@ def random_tokens(rows: int, length: int) -> Tensor:
 
 
 def generate(model: Any, tokens: Tensor, **options: Any) -> Tensor:
-    options = {"attention_mask": torch.ones_like(tokens), "max_new_tokens": 20, "pad_token_id": 0} | options
+    options = {"attention_mask": torch.ones_like(tokens), "max_new_tokens": 12, "pad_token_id": 0} | options
     generated: Tensor = model.generate(tokens, do_sample=False, eos_token_id=None, **options)
     return generated
 
 
-def greedy(model: CausalLM, tokens: Tensor, count: int = 20) -> Tensor:
+def greedy(model: CausalLM, tokens: Tensor, count: int = 12) -> Tensor:
     for _ in range(count):
         tokens = torch.cat([tokens, model.score(tokens)[:, -1].argmax(-1, keepdim=True)], 1)
     return tokens
