@@ -128,9 +128,7 @@ def test_the_stream_goes_through_the_rounded_layer(layer: Layer) -> None:
     assert 0.005 < error < 0.2
 
 
-def test_each_stage_is_fitted_to_the_rounded_stages_before_it(
-    layer: Layer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_stage_is_fitted_to_the_rounded_stages_before_it(layer: Layer, monkeypatch: pytest.MonkeyPatch) -> None:
     """The Hessian that GPTQ gets is E[w x xᵀ] of inputs that quantised weights, not float ones, have made."""
     hessians: list[Tensor] = []
     real = layer_quantizer.gptq
