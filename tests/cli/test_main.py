@@ -4,7 +4,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -18,19 +17,19 @@ ENVIRONMENT = {**os.environ, "PYTHONSAFEPATH": "1"}
 
 
 def test_help_is_fast_and_loads_nothing_heavy() -> None:
+    """Processor time, which other programs on this machine change less than the clock's."""
     program = (
-        "import sys\nfrom w4a4.cli.main import run\ncode = run(['--help'])\n"
+        "import sys, time\nfrom w4a4.cli.main import run\ncode = run(['--help'])\n"
         "heavy = {'torch', 'transformers', 'numpy', 'yaml', 'safetensors', 'rich'} & set(sys.modules)\n"
+        "print(time.process_time(), file=sys.stderr)\n"
         "sys.exit(f'loaded {heavy}' if heavy else code)\n"
     )
+    command = [sys.executable, "-c", program]
     seconds = []
     for _ in range(5):
-        begin = time.perf_counter()
-        done = subprocess.run(
-            [sys.executable, "-c", program], env=ENVIRONMENT, capture_output=True, text=True, check=False
-        )
-        seconds.append(time.perf_counter() - begin)
+        done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
+        seconds.append(float(done.stderr))
     assert min(seconds) < 0.3
 
 
