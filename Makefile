@@ -48,10 +48,10 @@ test-wheel: install ## build the wheel and try it in an empty environment
 demo: install ## the whole job on SmolLM2-135M: fetch, calibrate, quantize, eval, generate
 	rm -rf demo && mkdir demo
 	$(W4A4) models fetch smollm2-135m
-	$(W4A4) calibrate smollm2-135m -o demo/statistics
+	$(W4A4) calibrate smollm2-135m --samples 16 --seq 512 -o demo/statistics
 	$(W4A4) quantize smollm2-135m --statistics demo/statistics -o demo/smollm2-135m-w4a4
 	$(W4A4) verify demo/smollm2-135m-w4a4
-	$(W4A4) eval demo/smollm2-135m-w4a4 --source smollm2-135m --max-tokens 4096
+	$(W4A4) eval demo/smollm2-135m-w4a4 --source smollm2-135m --seq 1024 --max-tokens 4096
 	$(W4A4) generate demo/smollm2-135m-w4a4 "The capital of France is"
 
 bench: install ## speed of the newest checkpoint on this machine
