@@ -13,6 +13,7 @@ import statistics
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -172,10 +173,9 @@ def run_load(load: Load) -> LoadResult:
 def served_model(url: str) -> str:
     """The first model that the server lists."""
     try:
-        connection, prefix = _connect(url)
-        connection.request("GET", f"{prefix}/v1/models")
-        response = connection.getresponse()
-        document = json.loads(response.read())
+        with _connect(url) as connection:
+            connection.request("GET", f"{_prefix(url)}/v1/models")
+            document = json.loads(connection.getresponse().read())
         return str(document["data"][0]["id"])
     except (OSError, http.client.HTTPException) as error:
         raise NotFoundError(f"no server answers at {url}: {error}", "w4a4 serve DIR") from error
@@ -190,26 +190,30 @@ def _lengths(load: Load, generator: random.Random) -> tuple[int, int]:
     return max(4, min(load.seq, round(num_prompt))), max(4, min(load.gen, round(num_output)))
 
 
-def _connect(url: str) -> tuple[http.client.HTTPConnection, str]:
+def _connect(url: str) -> closing[http.client.HTTPConnection]:
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise UsageError(f"--server {url} is not an http URL", "--server http://127.0.0.1:8000")
     kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-    prefix = parts.path.rstrip("/").removesuffix("/v1")
-    return kind(parts.hostname, parts.port, timeout=TIMEOUT_SECONDS), prefix
+    return closing(kind(parts.hostname, parts.port, timeout=TIMEOUT_SECONDS))
+
+
+def _prefix(url: str) -> str:
+    return urlsplit(url).path.rstrip("/").removesuffix("/v1")
 
 
 def _ask(url: str, body: dict[str, Any], answer: Answer) -> None:
     begin = time.perf_counter()
     try:
-        connection, prefix = _connect(url)
-        connection.request("POST", f"{prefix}/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
-        response = connection.getresponse()
-        if response.status != 200:
-            answer.error = f"status {response.status}: {response.read()[:300].decode(errors='replace')}"
-            return
-        _read_stream(response, begin, answer)
-        connection.close()
+        with _connect(url) as connection:
+            path, headers = f"{_prefix(url)}/v1/completions", {"Content-Type": "application/json"}
+            connection.request("POST", path, json.dumps(body), headers)
+            with connection.getresponse() as response:
+                if response.status != 200:
+                    text = response.read()[:300].decode(errors="replace")
+                    answer.error = f"status {response.status}: {text}"
+                else:
+                    _read_stream(response, begin, answer)
     except (OSError, http.client.HTTPException, ValueError) as error:
         answer.error = f"{type(error).__name__}: {error}"
 
