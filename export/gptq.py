@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from w4a4.configs.errors import NumericsError, UsageError
-from w4a4.export.rounding import CODE_RANGE, dequantize, row_scales
+from w4a4.export.rounding import CODE_RANGE, dequantize
 from w4a4.kernels.layout import Segment
 
 _MAX_DAMPING = 10.0
@@ -25,21 +25,17 @@ class GptqResult:
     """A rounded weight.
 
     codes:   one tensor per segment in stored order: int8 [N, width], or bf16 [N, width] for 16-bit columns
-    scales:  f32 [N, S] as given, or [N, K / group_size] as computed on the way
     damping: the share of the mean diagonal that was added to H; above the one asked for if H was too singular
-    error:   tr((W - Q) H (W - Q)ᵀ) / tr(W H Wᵀ), H undamped: the relative squared output error on the calibration data
     """
 
     codes: tuple[Tensor, ...]
-    scales: Tensor
     damping: float
-    error: float
 
 
 def gptq(
     weight: Tensor,
     hessian: Tensor,
-    scales: Tensor | None,
+    scales: Tensor,
     segments: Sequence[Segment],
     *,
     damping: float = 0.01,
@@ -50,8 +46,7 @@ def gptq(
     """Round `weight` [N, K] (stored order) under the second moment `hessian` [K, K] of its inputs.
 
     Args:
-        scales: f32 [N, S], one per integer segment, or [N, K / group_size]; None (group scales in natural order only)
-            computes a group's scale from the weights as they stand when the group begins.
+        scales: f32 [N, S], one per integer segment, or [N, K / group_size].
         segments: widths and weight bits in stored order; columns are visited by ascending weight bits.
         damping: share of H's mean diagonal added to its diagonal; raised tenfold until H can be factored.
         act_order: within int4 segments visit columns by descending diagonal of H. Codes come back in stored order.
@@ -64,7 +59,7 @@ def gptq(
         NumericsError: weight, H or scales not finite, or H cannot be factored whatever the damping.
         UsageError: shapes do not fit.
     """
-    _check(weight, hessian, scales, segments, act_order, group_size)
+    _check(weight, hessian, scales, segments, group_size)
     rows, columns = weight.shape
     weight, hessian = weight.float(), hessian.float()
     bits, scale_index = _per_column(segments, group_size, weight.device)
@@ -79,8 +74,7 @@ def gptq(
     remaining = weight.T[order].contiguous()
     rounded = torch.empty_like(remaining)  # codes, or values of 16-bit columns
     errors = torch.empty(min(block, columns), rows, device=weight.device)
-    count = columns // group_size if group_size else int(scale_index.max()) + 1
-    row_scale = torch.ones(count, rows, device=weight.device) if scales is None else scales.float().T.contiguous()
+    row_scale = scales.float().T.contiguous()
 
     for start in range(0, columns, block):
         stop = min(start + block, columns)
@@ -93,10 +87,6 @@ def gptq(
                 rounded[column] = value = current.bfloat16().float()
             else:
                 index = column_scale[column]
-                if scales is None and column % group_size == 0:
-                    group = _group_now(remaining, factor, errors, start, column, group_size)
-                    group_diagonal = diagonal[column : column + group_size]
-                    row_scale[index] = row_scales(group.T, column_bits[column], group_diagonal, search=True)
                 low, high = CODE_RANGE[column_bits[column]]
                 rounded[column] = code = torch.round(current / row_scale[index]).clamp_(low, high)
                 value = code * row_scale[index]
@@ -111,15 +101,7 @@ def gptq(
         (part.bfloat16() if segment.weight_bits == 16 else part.to(torch.int8)).contiguous()
         for segment, part in zip(segments, parts, strict=True)
     )
-    final_scales = scales.float() if scales is not None else row_scale.T.contiguous()
-    difference = weight - assemble(codes, final_scales, segments, group_size)
-    return GptqResult(codes, final_scales, used_damping, relative_error(weight, difference, hessian))
-
-
-def relative_error(weight: Tensor, difference: Tensor, hessian: Tensor) -> float:
-    """tr(D H Dᵀ) / tr(W H Wᵀ) for `weight` W and `difference` D [N, K], `hessian` H [K, K]; 0 where W H Wᵀ is 0."""
-    reference = float(((weight @ hessian) * weight).sum())
-    return float(((difference @ hessian) * difference).sum()) / reference if reference > 0 else 0.0
+    return GptqResult(codes, used_damping)
 
 
 def assemble(codes: Sequence[Tensor], scales: Tensor, segments: Sequence[Segment], group_size: int = 0) -> Tensor:
@@ -137,14 +119,7 @@ def assemble(codes: Sequence[Tensor], scales: Tensor, segments: Sequence[Segment
     return torch.cat(parts, 1)
 
 
-def _check(
-    weight: Tensor,
-    hessian: Tensor,
-    scales: Tensor | None,
-    segments: Sequence[Segment],
-    act_order: bool,
-    group_size: int,
-) -> None:
+def _check(weight: Tensor, hessian: Tensor, scales: Tensor, segments: Sequence[Segment], group_size: int) -> None:
     rows, columns = weight.shape
     if hessian.shape != (columns, columns):
         raise UsageError(
@@ -155,12 +130,9 @@ def _check(
     if group_size and any(s.weight_bits == 16 or s.width % group_size for s in segments):
         raise UsageError(f"groups of {group_size} columns do not fit segments of widths {[s.width for s in segments]}")
     expected = columns // group_size if group_size else sum(s.weight_bits < 16 for s in segments)
-    if scales is None:
-        if not group_size or act_order:
-            raise UsageError("scales can be left out only with group scales in natural order (act_order=False)")
-    elif scales.shape != (rows, expected):
+    if scales.shape != (rows, expected):
         raise UsageError(f"scales must be {(rows, expected)}, got {tuple(scales.shape)}")
-    elif not (torch.isfinite(scales).all() and (scales > 0).all()):
+    if not (torch.isfinite(scales).all() and (scales > 0).all()):
         raise NumericsError("weight scales must be finite and above zero")
     for name, tensor in (("weight", weight), ("Hessian", hessian)):
         if not torch.isfinite(tensor).all():
@@ -213,20 +185,13 @@ def _inverse_factor(reversed_hessian: Tensor, damping: float) -> tuple[Tensor, f
             lower, failed = torch.linalg.cholesky_ex(hessian.to(dtype))
             if int(failed):
                 continue
-            identity = torch.eye(len(hessian), device=hessian.device, dtype=dtype)
-            inverse = torch.linalg.solve_triangular(lower, identity, upper=False)
+            inverse = torch.eye(len(hessian), device=hessian.device, dtype=dtype).mT  # LAPACK's order: no copies
+            torch.linalg.solve_triangular(lower, inverse, upper=False, out=inverse)
+            del lower
             if torch.isfinite(inverse).all():
                 return inverse.flip(0, 1).float(), attempt
         attempt = attempt * 10 if attempt > 0 else 1e-4
     raise NumericsError(
         f"the Hessian [{len(hessian)}, {len(hessian)}] cannot be factored, not even with damping {_MAX_DAMPING:g}",
         "use more calibration tokens, or a recipe that rounds to nearest",
-    )
-
-
-def _group_now(remaining: Tensor, factor: Tensor, errors: Tensor, start: int, column: int, size: int) -> Tensor:
-    """The next `size` columns [size, N] with the feedback of the current block applied."""
-    group = remaining[column : column + size]
-    return (
-        group if column == start else group - factor[start:column, column : column + size].T @ errors[: column - start]
     )

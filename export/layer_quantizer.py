@@ -94,7 +94,7 @@ class _StageInputs:
         self.tokens += x.shape[0]
 
     def finish(self) -> tuple[Tensor, Tensor]:
-        return self.hessian / self.tokens, torch.cat(self.samples)
+        return self.hessian.div_(self.tokens), torch.cat(self.samples)
 
 
 def _quantize_stage(
@@ -109,7 +109,7 @@ def _quantize_stage(
     scales = _scales(stacked, hessian.diagonal() if recipe.scale_search else None, layout)
     if recipe.rounding == "gptq":
         result = gptq(stacked, hessian, scales, layout.segments, damping=recipe.damping, group_size=layout.group_size)
-        codes, scales, damping = result.codes, result.scales, result.damping
+        codes, damping = result.codes, result.damping
     else:
         codes, damping = _round(stacked, scales, layout), 0.0
     dequantized = assemble(codes, scales, layout.segments, layout.group_size)
