@@ -10,13 +10,14 @@ import click
 
 from w4a4.cli.console import Console, format_bytes
 from w4a4.cli.options import calibration_options, common_options, device_option, option, pass_console, source_options
+from w4a4.cli.report import write_calibration_report
 from w4a4.configs.errors import UsageError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from w4a4.calibrate.source import Source
-    from w4a4.calibrate.statistics import CalibrationRun, CalibrationStats
+    from w4a4.calibrate.statistics import CalibrationRun
 
 
 @click.command(
@@ -67,7 +68,7 @@ def command(
             source, run, tokens, choose_device(device), lambda layer, total: progress.step(layer + 1, total)
         )
     save_statistics(stats, target)
-    page = _write_report(source, stats, target) if report else None
+    page = write_calibration_report(source, stats, target) if report else None
     if as_json:
         console.document("calibration", {"statistics": target, "report": page, "run": asdict(run)})
     else:
@@ -121,26 +122,3 @@ def _show_plan(console: Console, source: Source, target: Path, samples: int, seq
         console.data(f"tokens      {samples} x {seq} = {samples * seq:,}, {work / 1e12:.1f} TFLOP")
         console.data(f"memory      about {format_bytes(memory)}")
         console.data(f"disk        about {format_bytes(disk)} in {target}")
-
-
-def _write_report(source: Source, stats: CalibrationStats, folder: Path) -> Path:
-    from w4a4.calibrate.profiles import magnitude_profiles
-    from w4a4.calibrate.report import ReportData, write_report
-    from w4a4.configs.recipe import load_recipe
-    from w4a4.export.published import OUTLIER_THRESHOLD
-
-    config, run = source.config, stats.run
-    budget = load_recipe("fmpq").budget
-    facts = {
-        "Model": f"{run.model} ({source.identity.kind}), {config.architecture}, {config.num_layers} layers",
-        "Calibration text": run.text,
-        "Tokens": f"{run.samples} windows of {run.seq}, seed {run.seed}",
-        "Hash of the tokens": run.token_sha256,
-    }
-    notes = (
-        f"An outlier is a channel whose largest magnitude exceeds {OUTLIER_THRESHOLD:g} times the median channel's.",
-        f"The precision map is FMPQ's: blocks with outliers at 8 bits, at most {budget:.0%} of each input's blocks.",
-        "Layer errors are known after `w4a4 quantize`, whose report shows them.",
-    )
-    profiles = magnitude_profiles(stats, config.num_layers, budget, OUTLIER_THRESHOLD)
-    return write_report(ReportData(run.model, profiles, facts=facts, notes=notes), folder)

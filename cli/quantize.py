@@ -16,6 +16,7 @@ from w4a4.cli.calibrate import calibration_run, model_stem
 from w4a4.cli.console import Console, format_bytes
 from w4a4.cli.newest_checkpoint import remember_checkpoint
 from w4a4.cli.options import calibration_options, common_options, device_option, option, pass_console, source_options
+from w4a4.cli.report import write_quantization_report
 from w4a4.cli.stop_signals import StopSignals
 from w4a4.configs.errors import StoppedError, UsageError
 
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
 @calibration_options
 @option("--gate-tokens", type=click.IntRange(min=0), default=2048, help="Text scored at the end; 0: no quality gate.")
 @option("--fail-if-ppl-above", type=float, metavar="X", help="Publish nothing (exit code 6) if it scores worse than X.")
+@option("--report/--no-report", default=True, help="Draw report.html: in the statistics' folder, or ./<output>-report.")
 @option("--preflight/--no-preflight", default=True, help="Check memory and disk before starting.")
 @option("--dry-run", is_flag=True, help="Show the layers, and the memory, disk and time it needs, and stop.")
 @device_option
@@ -67,6 +69,7 @@ def command(
     seed: int,
     gate_tokens: int,
     fail_if_ppl_above: float | None,
+    report: bool,
     preflight: bool,
     dry_run: bool,
     device: str | None,
@@ -117,13 +120,24 @@ def command(
             raise StoppedError(error.message, f"{shlex.join(['w4a4', *sys.argv[1:]])}   (goes on from here)") from error
     shutil.rmtree(_own_statistics(target), ignore_errors=True)
     remember_checkpoint(path)
+    page = (
+        write_quantization_report(source, stats, chosen, path, _report_folder(statistics, target)) if report else None
+    )
     seconds = time.monotonic() - begin
     if as_json:
-        facts = {"path": path, "recipe": asdict(chosen), "seconds": round(seconds, 1), "quality": quality}
+        facts = {
+            "path": path,
+            "recipe": asdict(chosen),
+            "seconds": round(seconds, 1),
+            "quality": quality,
+            "report": page,
+        }
         console.document("quantization", facts)
     else:
         console.data(str(path))
     _say_quality(console, quality)
+    if page is not None:
+        console.say(f"report: {page}")
     console.say(f"done in {seconds:.0f} s. next: w4a4 generate {shlex.quote(str(path))} 'The capital of France is'")
 
 
@@ -143,6 +157,10 @@ def recipe_overrides(pairs: tuple[str, ...], kv: str | None) -> dict[str, Any]:
 def _own_statistics(target: Path) -> Path:
     """Where statistics made on the way are kept until the checkpoint is there, so that a resumed run finds them."""
     return target.absolute().parent / f".{target.name}.w4a4-statistics"
+
+
+def _report_folder(statistics: Path | None, target: Path) -> Path:
+    return statistics if statistics is not None else target.with_name(f"{target.name}-report")
 
 
 def _calibrate(

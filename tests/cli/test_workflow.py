@@ -30,7 +30,18 @@ def model(model_folder: ModelFolder) -> Path:
 def packed(invoke: Any, model: Path, text_file: Path, tmp_path: Path) -> Path:
     folder = tmp_path / "packed"
     result = invoke(
-        "quantize", model, "-o", folder, "--recipe", "rtn", "--data", text_file, *CALIBRATION, "--gate-tokens", 0
+        "quantize",
+        model,
+        "-o",
+        folder,
+        "--recipe",
+        "rtn",
+        "--data",
+        text_file,
+        *CALIBRATION,
+        "--gate-tokens",
+        0,
+        "--no-report",
     )
     assert result.code == 0, result.err
     return folder
@@ -55,6 +66,10 @@ def test_calibrate_then_quantize(invoke: Any, model: Path, text_file: Path, tmp_
     manifest = json.loads((folder / "w4a4_manifest.json").read_text())
     assert manifest["calibration"]["samples"] == 2
     assert newest_checkpoint() == folder
+    assert document["report"] == str(statistics / "report.html")
+    page = (statistics / "report.html").read_text()
+    assert "fmpq" in page
+    assert "down_proj" in page  # the errors of its layers
     assert invoke(*arguments).code == 2
 
 
@@ -69,6 +84,7 @@ def test_quantize_measures_and_names_its_default_output(
     assert result.code == 0, result.err
     quality = result.document["quality"]
     assert Path("tiny-w4a4/config.json").is_file()
+    assert Path("tiny-w4a4-report/report.html").is_file()
     assert quality["tokens_scored"] == 63
     assert quality["perplexity"] == pytest.approx(quality["source_perplexity"], rel=0.1)
     assert quality["sample"]["source"].startswith("The capital of France is")
@@ -98,7 +114,7 @@ def test_a_signal_stops_after_a_layer_and_the_same_command_goes_on(
 
     folder = tmp_path / "packed"
     arguments = ("quantize", model, "-o", folder, "--recipe", "rtn", "--data", text_file, *CALIBRATION)
-    arguments += ("--gate-tokens", 0)
+    arguments += ("--gate-tokens", 0, "--no-report")
     described = quantize.describe_layer
 
     def signalling(report: Any) -> str:
