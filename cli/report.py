@@ -52,7 +52,7 @@ def write_quantization_report(
     facts = _facts(source, stats.run) | {
         "Recipe": f"{recipe.name}: {recipe.summary}",
         "Weights": f"{summary.weight_bits:.2f} bits, {summary.stored_bits:.2f} with scales and maps",
-        "Activations": f"{summary.act_bits:.2f} bits on average; {summary.mac_share_4bit:.1%} of products are 4 x 4 bits",
+        "Activations": f"{summary.act_bits:.2f} bits on average; {summary.mac_share_4bit:.1%} of products 4 x 4 bits",
         "KV cache": f"{summary.kv_bits} bits",
     }
     if recipe.method == "dual":
