@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,14 +56,14 @@ TINY_CONFIGS: dict[str, dict[str, Any]] = {
 ModelFolder = Callable[..., Path]
 
 
-@pytest.fixture
-def model_folder(tmp_path: Path) -> ModelFolder:
-    """`model_folder("qwen3", shard_size="50KB", tokenizer=True, **changes)` -> folder of a random float32 model.
+@pytest.fixture(scope="session")
+def make_model() -> ModelFolder:
+    """`make_model(parent, "qwen3", shard_size="50KB", tokenizer=True, **changes)` -> folder of a random float32 model.
 
     Norm gains and biases are random as well, so that a forgotten one shows.
     """
 
-    def make(kind: str, *, shard_size: str = "5GB", tokenizer: bool = False, **changes: Any) -> Path:
+    def make(parent: Path, kind: str, *, shard_size: str = "5GB", tokenizer: bool = False, **changes: Any) -> Path:
         import torch
         from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -73,13 +74,19 @@ def model_folder(tmp_path: Path) -> ModelFolder:
             for name, parameter in model.named_parameters():
                 if parameter.dim() == 1:
                     parameter.copy_(torch.rand_like(parameter) + (0.5 if "norm" in name else -0.5))
-        folder = tmp_path / f"model-{len(list(tmp_path.iterdir()))}"
+        folder = parent / f"model-{len(list(parent.iterdir()))}"
         model.save_pretrained(folder, max_shard_size=shard_size)
         if tokenizer:
             write_tiny_tokenizer(folder, model.config.vocab_size)
         return folder
 
     return make
+
+
+@pytest.fixture
+def model_folder(make_model: ModelFolder, tmp_path: Path) -> ModelFolder:
+    """`make_model` in the test's own folder: `model_folder("qwen3", **changes)`."""
+    return partial(make_model, tmp_path)
 
 
 def write_tiny_tokenizer(folder: Path, vocab_size: int) -> None:
