@@ -195,8 +195,8 @@ def measure_prefill(heads: tuple[int, int, int], tokens: int, context: int) -> d
     query = torch.randn(tokens, heads[0], heads[2], device="cuda", dtype=torch.bfloat16)
     pages = random_pages(layout, columns)
     ours = median_us([lambda: kv4_sm90.kv4_prefill(query, pages, batch, 0, context, layout, 0.1)] * 4)
-    keys, values = kv4_sm90.read_pages(pages, tables[0], context, layout, None, torch.bfloat16)
-    base = median_us([lambda: kv4_sm90.attend_causally(query, keys, values, 0.1, None)] * 4)
+    keys, values = kv4_sm90.read_pages(pages, tables[:1], context, layout, None, torch.bfloat16)
+    base = median_us([lambda: kv4_sm90.attend_causally(query[None], keys, values, 0.1, None)] * 4)
     return {
         "heads_q": heads[0],
         "heads_kv": heads[1],

@@ -9,6 +9,7 @@ replayed after its block tables and lengths were overwritten in place.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -26,6 +27,8 @@ ARCH = "sm_90a"
 LOG2_E = 1.4426950408889634
 MAX_PARTS = 32
 """CTAs that share one kv-head of one sequence on average, at most: merging their parts costs about 0.1 us each."""
+MAX_WORKSPACE_TOKENS = 1 << 16
+"""Tokens of equal prompts that are read back and attended to in one launch, at most."""
 _MAX_COUNTERS = 1 << 16
 _TILE = 16
 _UNLIMITED = 1 << 30
@@ -256,10 +259,9 @@ def attention(
     if single:
         rows, decodes = batch.decodes(single)
         output[rows] = _decode(q[rows], pages, decodes, layout, scale, window)
-    for b, length in enumerate(lengths):
-        if starts[b + 1] - starts[b] > 1 and length:
-            chunk = q[starts[b] : starts[b + 1]]
-            output[starts[b] : starts[b + 1]] = kv4_prefill(chunk, pages, batch, b, length, layout, scale, window)
+    for first, count in equal_chunks(starts, lengths):
+        chunk = slice(starts[first], starts[first + count])
+        output[chunk] = kv4_prefill(q[chunk], pages, batch, first, lengths[first], layout, scale, window, count)
     return output
 
 
@@ -318,6 +320,23 @@ def _tile_ends(batch: KVBatch, window: int | None) -> Tensor:
     return batch.planned(("tile_ends", window), compute)
 
 
+def equal_chunks(starts: list[int], lengths: list[int]) -> Iterator[tuple[int, int]]:
+    """Runs (first, count) of neighbouring sequences with as many queries, more than one, and as long a context."""
+    first, end = 0, len(lengths)
+    while first < end:
+        queries, length = starts[first + 1] - starts[first], lengths[first]
+        stop = first + 1
+        while (
+            stop < end
+            and (starts[stop + 1] - starts[stop], lengths[stop]) == (queries, length)
+            and (stop + 1 - first) * length <= MAX_WORKSPACE_TOKENS
+        ):
+            stop += 1
+        if queries > 1 and length:
+            yield first, stop - first
+        first = stop
+
+
 def kv4_prefill(
     q: Tensor,
     pages: Tensor,
@@ -327,17 +346,25 @@ def kv4_prefill(
     layout: KVPageLayout,
     scale: float,
     window: int | None = None,
+    count: int = 1,
 ) -> Tensor:
-    """Attention of the last T tokens of a sequence of `length`, q [T, Hq, D], to all of its pages: [T, Hq, D]."""
-    table = batch.block_tables[sequence, : -(-length // layout.page_size)]
-    sink_page = None if batch.sink_pages is None else batch.sink_pages[sequence]
-    keys, values = read_pages(pages, table, length, layout, sink_page, q.dtype)
-    return attend_causally(q, keys, values, scale, window)
+    """Attention of the last T tokens of sequences of `length` to all of their pages.
+
+    Args:
+        q: [count * T, Hq, D], the rows of `count` sequences from number `sequence` of the batch on.
+    Returns: [count * T, Hq, D].
+    """
+    chosen = slice(sequence, sequence + count)
+    tables = batch.block_tables[chosen, : -(-length // layout.page_size)]
+    sink_pages = None if batch.sink_pages is None else batch.sink_pages[chosen]
+    keys, values = read_pages(pages, tables, length, layout, sink_pages, q.dtype)
+    queries = q.view(count, -1, *q.shape[1:])
+    return attend_causally(queries, keys, values, scale, window).flatten(0, 1)
 
 
 def attend_causally(q: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None) -> Tensor:
-    """SDPA of the last T positions, q [T, Hq, D], over keys and values [Hkv, n, D]: [T, Hq, D]."""
-    tokens, length = q.shape[0], keys.shape[1]
+    """SDPA of the last T positions, q [B, T, Hq, D], over keys and values [B, Hkv, n, D]: [B, T, Hq, D]."""
+    tokens, length = q.shape[1], keys.shape[2]
     mask: Tensor | None = None
     if window is not None and window < length:
         positions = torch.arange(length, device=q.device)
@@ -346,26 +373,28 @@ def attend_causally(q: Tensor, keys: Tensor, values: Tensor, scale: float, windo
     elif tokens != length:
         mask = causal_lower_right(tokens, length)
     out = scaled_dot_product_attention(
-        q.transpose(0, 1).unsqueeze(0), keys.unsqueeze(0), values.unsqueeze(0),
-        attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True,
-    )  # fmt: skip
-    return out.squeeze(0).transpose(0, 1)
+        q.transpose(1, 2), keys, values, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
+    )
+    return out.transpose(1, 2)
 
 
 def read_pages(
-    pages: Tensor, table: Tensor, length: int, layout: KVPageLayout, sink_page: Tensor | None, dtype: torch.dtype
+    pages: Tensor, tables: Tensor, length: int, layout: KVPageLayout, sink_pages: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Keys and values [Hkv, length, D] of one sequence, dequantised; table: its pages in order."""
+    """Keys and values [B, Hkv, length, D] of sequences of one length, dequantised; tables [B, n]: pages in order."""
+    count, columns = tables.shape
+    heads, dim = layout.num_kv_heads, layout.head_dim
+    table = tables.reshape(-1)
     if layout.bits == 16:
-        shape = (-1, layout.num_kv_heads, 2, layout.page_size, layout.head_dim)
-        halves = pages[table].view(layout.dtype).view(shape).to(dtype)
-        both = halves.permute(2, 1, 0, 3, 4).flatten(2, 3)[:, :, :length]
+        halves = pages[table].view(layout.dtype).view(count, columns, heads, 2, layout.page_size, dim).to(dtype)
+        both = halves.permute(3, 0, 2, 1, 4, 5).flatten(3, 4)[:, :, :, :length]
         return both[0], both[1]
     from w4a4.kernels.kv4_read import dequantize_pages
 
-    keys, values = dequantize_pages(pages, table, layout, dtype)
-    if layout.num_sinks and sink_page is not None:
-        count = min(layout.num_sinks, length)
-        sinks = sink_view(pages[sink_page], layout).to(dtype)  # [Hkv, 2, S, D]
-        keys[:, :count], values[:, :count] = sinks[:, 0, :count], sinks[:, 1, :count]
-    return keys[:, :length], values[:, :length]
+    shape = (heads, count, columns * layout.page_size, dim)
+    keys, values = (part.view(shape).transpose(0, 1) for part in dequantize_pages(pages, table, layout, dtype))
+    if layout.num_sinks and sink_pages is not None:
+        kept = min(layout.num_sinks, length)
+        sinks = sink_view(pages.index_select(0, sink_pages), layout).to(dtype)  # [B, Hkv, 2, S, D]
+        keys[:, :, :kept], values[:, :, :kept] = sinks[:, :, 0, :kept], sinks[:, :, 1, :kept]
+    return keys[:, :, :length], values[:, :, :length]

@@ -14,7 +14,7 @@ from w4a4.kernels.kv4 import (
     kv_rope_write,
     kv_write,
 )
-from w4a4.kernels.kv4_sm90 import _tile_ends, decode_variant, kernels_of, write_variant
+from w4a4.kernels.kv4_sm90 import _tile_ends, attention, decode_variant, equal_chunks, kernels_of, write_variant
 
 RAGGED = [1, 2, 4, 5, 15, 16, 17, 31, 33, 64, 127, 128, 129, 300, 0, 1000]
 # relative error against float64 on the same pages; rounding the output alone costs 1.7e-3 or, in float16, 2.1e-4
@@ -70,6 +70,26 @@ def test_tiles_are_those_that_the_window_touches(window: int | None) -> None:
     batch = KVBatch(torch.zeros(200, 13, dtype=torch.int32), torch.arange(201, dtype=torch.int32), lengths)
     expected = [max(1, len({p // 16 for p in range(max(0, n - window) if window else 0, n)})) for n in lengths.tolist()]
     assert _tile_ends(batch, window).tolist() == torch.tensor(expected).cumsum(0).tolist()
+
+
+def test_neighbouring_chunks_of_equal_shape_run_together() -> None:
+    lengths = [40, 40, 40, 7, 0, 16, 16, 50_000, 50_000]
+    queries = [40, 40, 8, 1, 0, 16, 16, 5, 5]
+    starts = [0, *torch.tensor(queries).cumsum(0).tolist()]
+    assert list(equal_chunks(starts, lengths)) == [(0, 2), (2, 1), (5, 2), (7, 1), (8, 1)]
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_chunks_of_16_bit_pages_match_the_law_on_a_cpu(window: int | None) -> None:
+    """What runs through PyTorch alone does so anywhere: equal chunks, a chunk behind a prefix, odd lengths."""
+    layout = KVPageLayout(2, 64, 16, 16)
+    lengths, queries = [40, 40, 40, 33], [40, 40, 8, 33]
+    pages, decodes = filled(layout, lengths)
+    starts = torch.tensor([0, *torch.tensor(queries).cumsum(0).tolist()], dtype=torch.int32)
+    batch = KVBatch(decodes.block_tables, starts, decodes.context_lengths)
+    q = random(sum(queries), 4, 64, seed=3)
+    expected = kv_attention(q, pages, batch, layout, 0.125, window)
+    torch.testing.assert_close(attention(q, pages, batch, layout, 0.125, window), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_kernel_names_tell_variants_apart() -> None:
