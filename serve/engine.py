@@ -452,7 +452,8 @@ class Engine:
 
     def _fail(self, error: BaseException) -> None:
         """The engine's end: tell every request."""
-        logger.critical("the engine failed: %s", error, exc_info=error)
+        logger.critical("the engine failed: %s", error)
+        logger.debug("where it failed", exc_info=error)
         with self._wake:
             self.failure = error
             waiting = list(self._submitted)

@@ -167,6 +167,7 @@ class ServerProcess:
         config = uvicorn.Config(
             create_app(self._service, settings),
             http=protocol,
+            log_config=None,
             log_level=settings.log_level,
             access_log=settings.log_level == "debug",
             timeout_keep_alive=max(5, int(settings.request_timeout)),
@@ -176,6 +177,8 @@ class ServerProcess:
             ws="none",
             backlog=BACKLOG,
         )
+        if settings.log_level == "debug":
+            logging.getLogger("uvicorn").handlers = logging.getLogger("w4a4").handlers
         self._uvicorn = _Uvicorn(config, self._heard)
 
     def run(self) -> int:

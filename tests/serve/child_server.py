@@ -8,7 +8,9 @@ import os
 import signal
 import socket
 import sys
+import time
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import httpx
@@ -16,6 +18,7 @@ from fake_runner import FakeRunner
 from live_server import byte_tokenizer
 
 from w4a4.cli.failure import report_failure
+from w4a4.cli.main import run
 from w4a4.serve.process import ServerProcess, bind
 from w4a4.serve.settings import ServeSettings
 from w4a4.serve.tokenizer import Tokenizer
@@ -93,3 +96,50 @@ class Child:
             self.process.kill()
         self.process.join(10)
         self.process.close()
+
+
+def run_command(arguments: list[str], out: str, err: str) -> None:
+    """The child: the command line's own entry, its streams in files."""
+    os.dup2(os.open(out, os.O_WRONLY | os.O_CREAT), 1)
+    os.dup2(os.open(err, os.O_WRONLY | os.O_CREAT), 2)
+    sys.exit(run(arguments))
+
+
+class Command:
+    """`w4a4` with arguments, its streams in files of `folder`."""
+
+    def __init__(self, folder: Path, arguments: list[str]) -> None:
+        self._out, self._err = folder / "out", folder / "err"
+        self.process: BaseProcess = CONTEXT.Process(
+            target=run_command, args=(arguments, str(self._out), str(self._err))
+        )
+        self.process.start()
+
+    @property
+    def out(self) -> str:
+        return self._out.read_text() if self._out.exists() else ""
+
+    @property
+    def err(self) -> str:
+        return self._err.read_text() if self._err.exists() else ""
+
+    def wait(self, timeout: float = 60) -> int | None:
+        self.process.join(timeout)
+        return self.process.exitcode
+
+    def url(self) -> str:
+        """Once it serves: the address from its --json document."""
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline and self.process.is_alive():
+            try:
+                document = json.loads(self.out)
+            except ValueError:
+                time.sleep(0.02)
+                continue
+            return str(document["server"]["url"] if "server" in document else document["url"])
+        raise TimeoutError(f"it does not serve: {self.out}\n{self.err}")
+
+    def stop(self) -> int | None:
+        if self.process.is_alive() and self.process.pid is not None:
+            os.kill(self.process.pid, signal.SIGTERM)
+        return self.wait(20)

@@ -269,3 +269,55 @@ def test_a_cached_prompt_is_reported(start_engine: StartEngine) -> None:
     off = start_engine(EngineConfig(is_prefix_caching=False))
     off.run([5] * 100, max_tokens=2)
     assert off.run([5] * 100, max_tokens=2).num_cached_tokens == 0
+
+
+@pytest.mark.parametrize("is_asynchronous", [False, True])
+@pytest.mark.parametrize("seed", range(3))
+def test_whatever_is_asked_for_the_crowd_changes_nothing(
+    start_engine: StartEngine, seed: int, is_asynchronous: bool
+) -> None:
+    """Every parameter at random, alone and among others that are preempted and aborted: the same in every detail."""
+    generator = random.Random(seed)
+
+    def some_params(index: int) -> dict[str, object]:
+        params: dict[str, object] = {"max_tokens": generator.choice([1, 30, 80, 120]), "temperature": 0.0}
+        if generator.random() < 0.5:
+            params |= {"temperature": generator.choice([0.5, 1.0, 1.7]), "seed": index}
+        if generator.random() < 0.3:
+            params |= {"top_k": generator.choice([1, 5, 40]), "top_p": generator.choice([0.3, 0.9, 1.0])}
+        if generator.random() < 0.3:
+            params |= {"min_p": 0.05, "repetition_penalty": 1.2, "presence_penalty": 0.4, "frequency_penalty": 0.3}
+        if generator.random() < 0.3:
+            params |= {"logprobs": generator.randrange(4)}
+        if generator.random() < 0.2:
+            params |= {"prompt_logprobs": generator.randrange(3)}
+        if generator.random() < 0.4:
+            params |= {"stop": tuple(generator.choices("abcdefghij", k=2)), "min_tokens": generator.choice([0, 1])}
+        if generator.random() < 0.3:
+            params |= {"stop_token_ids": frozenset(generator.sample(range(256), 5)), "ignore_eos": True}
+        if generator.random() < 0.3:
+            params |= {"logit_bias": {generator.randrange(256): 3.0, 97: 2.0}}
+        return params
+
+    asked = [(prompt, some_params(index)) for index, prompt in enumerate(prompts(24, seed=seed + 10))]
+    alone = start_engine(TIGHT, num_pages=64, max_model_len=256)
+    expected = [alone.run(prompt, **params) for prompt, params in asked]
+    crowded = start_engine(
+        TIGHT, num_pages=16, max_model_len=256, num_sink_slots=8, is_asynchronous=is_asynchronous, step_seconds=0.0005
+    )
+    nuisances = [crowded.submit(prompt, max_tokens=150) for prompt in prompts(6, seed=99)]
+    ids = []
+    for index, (prompt, params) in enumerate(asked):
+        ids.append(crowded.submit(prompt, **params))
+        if index % 4 == 3:
+            crowded.engine.abort(nuisances[index // 4])
+    for output, other in zip(crowded.wait(*ids), expected, strict=True):
+        assert output.token_ids == other.token_ids
+        assert output.text == other.text
+        assert (output.finish_reason, output.stop_reason) == (other.finish_reason, other.stop_reason)
+        assert output.logprobs == other.logprobs
+        assert output.prompt_logprobs == other.prompt_logprobs
+    crowded.wait_until(lambda: crowded.engine.num_live == 0)
+    stats = crowded.engine.stats()
+    assert stats.num_preemptions > 0
+    assert stats.num_pages_in_use == 0
