@@ -38,6 +38,9 @@ NEVER = -1e38
 """Score of a hidden key; finite so that differences are never NaN."""
 NOTHING = -1e30
 """Running maximum before the first key."""
+FAR = 0x7FFFFFFF
+AT_ONCE = 4
+"""Ends of 32 sequences each that a warp reads before it searches: one wait instead of several up to 128 sequences."""
 PARTS = 8
 """Parts of a kv-head read at a time when they are merged: loads in flight."""
 SLACK = 6.0
@@ -65,13 +68,14 @@ class Kv4Decode:
         is_bfloat16: bool,
         sinks_bfloat16: bool,
         blocks_per_sm: int,
+        overlap_launch: bool,
     ) -> None:
         self.head_dim, self.group_size, self.page_size = head_dim, group_size, page_size
         self.num_sinks, self.is_bfloat16, self.sinks_bfloat16 = num_sinks, is_bfloat16, sinks_bfloat16
         self.octets = -(-group_size // 8)  # groups of 8 query heads
         self.tile_bytes = TILE * (head_dim + 8)
         self.stages = 8 if head_dim == 64 else 4
-        self.blocks_per_sm = blocks_per_sm
+        self.blocks_per_sm, self.overlap_launch = blocks_per_sm, overlap_launch
         self.ring_bytes = WARPS * self.stages * self.tile_bytes
         self.query_bytes = group_size * head_dim * 2
 
@@ -97,6 +101,7 @@ class Kv4Decode:
             block=[32 * WARPS, 1, 1],
             min_blocks_per_mp=self.blocks_per_sm,
             preferred_smem_carveout=100,
+            use_pdl=self.overlap_launch,
             stream=stream,
         )
 
@@ -137,17 +142,24 @@ class Kv4Decode:
             ptx.mbarrier_init(bar + lane * 8, 1)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
+        if cutlass.const_expr(self.overlap_launch):
+            cute.arch.griddepcontrol_launch_dependents()
+            cute.arch.griddepcontrol_wait()  # what went before wrote the query, the pages and perhaps the lengths
 
         num_kv_heads = pages.shape[1]
         num_sequences = lengths.shape[0]
-        total = tile_ends[num_sequences - 1] * num_kv_heads
-        quota = cutlass.max((total + blocks - 1) // blocks, Int32(WARPS))
+        ends = cute.make_rmem_tensor((AT_ONCE,), Int32)
+        ends.fill(FAR)
+        for i in cutlass.range_constexpr(AT_ONCE):
+            if i * 32 + lane < num_sequences:
+                ends[i] = tile_ends[i * 32 + lane]
+        quota, total = self.share(tile_ends[0], tile_ends[num_sequences - 1], num_sequences, num_kv_heads, blocks)
         x = block * quota
         x_end = cutlass.min(total, x + quota)
         consumed = Int32(0)  # tiles of this warp so far: ring position and phase
 
         if x < x_end:
-            at = self.locate(tile_ends, lengths, x, x_end, num_kv_heads, window, lane)
+            at = self.locate(tile_ends, ends, lengths, x, x_end, num_kv_heads, window, lane)
             turn = Int32(0)
             table = self.start(q, pages, tables, at, bar, ring, queries, consumed, thread, warp, lane)
             ptx.copy_async_wait()
@@ -208,7 +220,23 @@ class Kv4Decode:
                 )
 
     @cute.jit
-    def locate(self, tile_ends, lengths, x, x_end, num_kv_heads, window, lane):
+    def share(self, first_end, last_end, num_sequences, num_kv_heads, blocks):
+        """Tiles of one CTA's run, and of the line. Where sequences look alike, runs end with kv-heads or equal parts of
+        them if that costs a sixteenth at most: a CTA then finishes one kv-head instead of two.
+        """
+        total = last_end * num_kv_heads
+        quota = (total + blocks - 1) // blocks
+        if last_end == first_end * num_sequences:
+            aligned = (quota + first_end - 1) // first_end * first_end
+            if first_end >= quota:
+                parts = first_end // quota
+                aligned = (first_end + parts - 1) // parts
+            if aligned * 16 <= quota * 17:
+                quota = aligned
+        return cutlass.max(quota, Int32(WARPS)), total
+
+    @cute.jit
+    def locate(self, tile_ends, ends, lengths, x, x_end, num_kv_heads, window, lane):
         """Where tile x of the line is, and how far its kv-head reaches in this CTA's run.
 
         sequence, head, first tile (of the sequence, counted from position 0), tiles, the kv-head's bounds on the line,
@@ -216,11 +244,13 @@ class Kv4Decode:
         """
         num_sequences = lengths.shape[0]
         sequence = Int32(0)
-        for base in cutlass.range(0, num_sequences, 32, unroll=4):
+        for i in cutlass.range_constexpr(AT_ONCE):
+            sequence = sequence + ptx.count_lanes(Int32(ends[i] <= x // num_kv_heads))
+        for base in cutlass.range(32 * AT_ONCE, num_sequences, 32, unroll=4):
             i = base + lane
             before = Int32(0)
             if i < num_sequences:
-                before = Int32(tile_ends[i] * num_kv_heads <= x)
+                before = Int32(tile_ends[i] <= x // num_kv_heads)
             sequence = sequence + ptx.count_lanes(before)
         begin = Int32(0)
         if sequence > 0:

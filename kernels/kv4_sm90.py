@@ -45,11 +45,13 @@ class DecodeVariant:
     num_sinks: int
     dtype: torch.dtype
     sink_dtype: torch.dtype
+    overlap_launch: bool = False  # start while the previous kernel drains (programmatic dependent launch)
 
     @property
     def name(self) -> str:
         types = "".join("b" if dtype == torch.bfloat16 else "h" for dtype in (self.dtype, self.sink_dtype))
-        return f"kv4-decode-d{self.head_dim}-g{self.group_size}-p{self.page_size}-s{self.num_sinks}-{types}"
+        sizes = f"d{self.head_dim}-g{self.group_size}-p{self.page_size}-s{self.num_sinks}"
+        return f"kv4-decode-{sizes}-{types}{'-p' if self.overlap_launch else ''}"
 
     @property
     def blocks_per_multiprocessor(self) -> int:
@@ -69,11 +71,13 @@ class WriteVariant:
     has_norm: bool
     has_mean: bool
     use_hadamard: bool
+    overlap_launch: bool = False
 
     @property
     def name(self) -> str:
         types = "".join("b" if dtype == torch.bfloat16 else "h" for dtype in (self.dtype, self.page_dtype))
         flags = ("n" if self.has_norm else "") + ("m" if self.has_mean else "") + ("h" if self.use_hadamard else "")
+        flags += "p" if self.overlap_launch else ""
         sizes = f"d{self.head_dim}-p{self.page_size}-b{self.bits}-s{self.num_sinks}"
         return f"kv4-write-{sizes}-{types}{'-' if flags else ''}{flags}"
 
@@ -133,7 +137,7 @@ def _build_decode(variant: DecodeVariant) -> Any:
     is_bfloat16 = variant.dtype == torch.bfloat16
     kernel = Kv4Decode(
         variant.head_dim, variant.group_size, variant.page_size, variant.num_sinks, is_bfloat16,
-        variant.sink_dtype == torch.bfloat16, variant.blocks_per_multiprocessor,
+        variant.sink_dtype == torch.bfloat16, variant.blocks_per_multiprocessor, variant.overlap_launch,
     )  # fmt: skip
     rows, sequences, heads, kv_heads, pages, columns, slots, counters = (cute.sym_int() for _ in range(8))
     query = _fake(BFloat16 if is_bfloat16 else Float16, rows, heads, variant.head_dim)
@@ -166,7 +170,7 @@ def _build_write(variant: WriteVariant) -> Any:
     is_bfloat16, dim = variant.dtype == torch.bfloat16, variant.head_dim
     kernel = Kv4Write(
         dim, variant.page_size, variant.bits, variant.num_sinks, is_bfloat16, variant.page_dtype == torch.bfloat16,
-        variant.has_norm, variant.has_mean, variant.use_hadamard,
+        variant.has_norm, variant.has_mean, variant.use_hadamard, variant.overlap_launch,
     )  # fmt: skip
     tokens, heads, q_heads, kv_heads, pages, mean_rows = (cute.sym_int() for _ in range(6))
     head_bytes = variant.page_size * (dim + 8 if variant.bits == 4 else 4 * dim)

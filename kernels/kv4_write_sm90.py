@@ -47,10 +47,12 @@ class Kv4Write:
         has_norm: bool,
         has_mean: bool,
         use_hadamard: bool,
+        overlap_launch: bool,
     ) -> None:
         self.head_dim, self.page_size, self.bits, self.num_sinks = head_dim, page_size, bits, num_sinks
         self.is_bfloat16, self.pages_bfloat16 = is_bfloat16, pages_bfloat16
         self.has_norm, self.has_mean, self.use_hadamard = has_norm, has_mean, use_hadamard
+        self.overlap_launch = overlap_launch
         self.lanes = head_dim // 16  # of one row
         self.rows = 32 // self.lanes  # of one warp at a time
         self.head_bytes = page_size * (head_dim + 8 if bits == 4 else 4 * head_dim)
@@ -75,7 +77,10 @@ class Kv4Write:
         groups = (qkv.shape[1] + per_warp - 1) // per_warp
         warps = qkv.shape[0] * groups
         self.kernel(qkv, cos, sin, q_gain, k_gain, k_mean, slots, sink_slots, pages, q_out, eps, groups).launch(
-            grid=[(warps + WARPS - 1) // WARPS, 1, 1], block=[32 * WARPS, 1, 1], stream=stream
+            grid=[(warps + WARPS - 1) // WARPS, 1, 1],
+            block=[32 * WARPS, 1, 1],
+            use_pdl=self.overlap_launch,
+            stream=stream,
         )
 
     @cute.kernel
@@ -102,6 +107,9 @@ class Kv4Write:
         tokens, heads, num_kv_heads = qkv.shape[0], qkv.shape[1], pages.shape[1]
         num_heads = heads - 2 * num_kv_heads
         token = warp // groups
+        if cutlass.const_expr(self.overlap_launch):
+            cute.arch.griddepcontrol_launch_dependents()
+            cute.arch.griddepcontrol_wait()
         if token < tokens:
             first_head = (warp - token * groups) * (self.rows * ROUNDS) + lane // self.lanes
             channel = (lane % self.lanes) * 8
@@ -116,33 +124,34 @@ class Kv4Write:
             slot = Int64(slots[token])
             for turn in cutlass.range_constexpr(ROUNDS):
                 head = first_head + turn * self.rows
-                x = self.unpack(rows[turn])
+                y = self.unpack(rows[turn])
                 is_v = head >= num_heads + num_kv_heads
                 is_k = (head >= num_heads) & (head < num_heads + num_kv_heads)
-                normed = x
-                if cutlass.const_expr(self.has_norm):
-                    gain = cutlass.select_(is_k, ptx.address_of(k_gain), ptx.address_of(q_gain))
-                    normed = self.norm(x, gain + channel * 2, eps)
-                y = self.rotate(normed, cosines, sines)
-                if cutlass.const_expr(self.has_mean):
-                    if is_k:
-                        mean = ptx.address_of(k_mean) + ((head - num_heads) * dim + channel) * 4
-                        for part in cutlass.range_constexpr(2):
-                            values = self.load_floats(mean + part * half * 4)
-                            for i in cutlass.range_constexpr(8):
-                                y[part * 8 + i] = ptx.subtract(y[part * 8 + i], values[i])
-                if cutlass.const_expr(self.use_hadamard):
-                    self.hadamard(y, lane)
-                for i in cutlass.range_constexpr(16):
-                    y[i] = cutlass.select_(is_v, x[i], y[i])
+                if cute.arch.vote_any_sync(head < num_heads + num_kv_heads):
+                    x = self.unpack(rows[turn])
+                    if cutlass.const_expr(self.has_norm):
+                        gain = cutlass.select_(is_k, ptx.address_of(k_gain), ptx.address_of(q_gain))
+                        x = self.norm(x, gain + channel * 2, eps)
+                    x = self.rotate(x, cosines, sines)
+                    if cutlass.const_expr(self.has_mean):
+                        if is_k:
+                            mean = ptx.address_of(k_mean) + ((head - num_heads) * dim + channel) * 4
+                            for part in cutlass.range_constexpr(2):
+                                values = self.load_floats(mean + part * half * 4)
+                                for i in cutlass.range_constexpr(8):
+                                    x[part * 8 + i] = ptx.subtract(x[part * 8 + i], values[i])
+                    if cutlass.const_expr(self.use_hadamard):
+                        self.hadamard(x, lane)
+                    for i in cutlass.range_constexpr(16):
+                        y[i] = cutlass.select_(is_v, y[i], x[i])
                 low, high = y[0], y[0]
-                for i in cutlass.range_constexpr(1, 16):
-                    low, high = ptx.minimum(low, y[i]), ptx.maximum(high, y[i])
-                distance = 1
-                while cutlass.const_expr(distance < self.lanes):
-                    low = ptx.minimum(low, ptx.shuffle_xor(low, distance))
-                    high = ptx.maximum(high, ptx.shuffle_xor(high, distance))
-                    distance *= 2
+                if cutlass.const_expr(self.bits == 4):
+                    if cute.arch.vote_any_sync(head >= num_heads):
+                        for i in cutlass.range_constexpr(1, 16):
+                            low, high = ptx.minimum(low, y[i]), ptx.maximum(high, y[i])
+                        for stage in cutlass.range_constexpr(self.lanes.bit_length() - 1):
+                            low = ptx.minimum(low, ptx.shuffle_xor(low, 1 << stage))
+                            high = ptx.maximum(high, ptx.shuffle_xor(high, 1 << stage))
                 if head < num_heads:
                     target = ptx.address_of(q_out) + ((Int64(token) * num_heads + head) * dim + channel) * 2
                     self.store_row(target, y, self.is_bfloat16)
@@ -217,10 +226,11 @@ class Kv4Write:
                     y[i], y[i + distance] = ptx.add(low, high), ptx.subtract(low, high)
         distance = 1
         while cutlass.const_expr(distance < self.lanes):
-            is_high = (lane & distance) != 0
+            sign = cutlass.select_((lane & distance) != 0, Float32(-1.0), Float32(1.0))
             for i in cutlass.range_constexpr(16):
-                other = ptx.shuffle_xor(y[i], distance)
-                y[i] = ptx.add(other, cutlass.select_(is_high, -y[i], y[i]))
+                y[i] = ptx.multiply_add(
+                    y[i], sign, ptx.shuffle_xor(y[i], distance)
+                )  # one rounding: the product is exact
             distance *= 2
         for i in cutlass.range_constexpr(8):
             low, high = y[i], y[i + 8]

@@ -171,6 +171,12 @@ def multiply(x: Any, y: Any) -> Any:
     return inline_ptx("mul.rn.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[x, y])
 
 
+def multiply_add(x: Any, y: Any, z: Any) -> Any:
+    """x y + z, rounded once."""
+    code = "fma.rn.f32 {$w0}, {$r0}, {$r1}, {$r2};"
+    return inline_ptx(code, write_only_types=[Float32], read_only_args=[x, y, z])
+
+
 def divide(x: Any, y: Any) -> Any:
     """x / y, correctly rounded."""
     return inline_ptx("div.rn.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[x, y])
