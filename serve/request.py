@@ -188,7 +188,7 @@ class Sequence:
     """A request while the engine works on it.
 
     `tokens` is prompt and answer together; the first `num_computed` of them have their K and V in `pages`. The
-    scheduler owns everything from `num_computed` to `row`, the sampler `sampler_state`, the engine the rest.
+    scheduler owns everything from `arrival` to `num_preemptions`, the sampler `sampler_state`, the engine the rest.
     """
 
     request: Request
@@ -198,6 +198,7 @@ class Sequence:
     tokens: list[int] = field(default_factory=list)
     times: Times = field(default_factory=Times)
 
+    arrival: int = 0  # ascending in order of arrival
     num_computed: int = 0
     num_cached: int = 0  # of num_computed, found in the prefix cache at the first admission
     pages: list[int] = field(default_factory=list)

@@ -10,9 +10,11 @@ preempted for another, and any single one fits in the pool, so every request get
 from __future__ import annotations
 
 import time
+from bisect import insort
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import NamedTuple
 
 from w4a4.configs.errors import UsageError
@@ -52,6 +54,20 @@ class Scheduled(NamedTuple):
     is_sampled: bool
 
 
+class Admission(Enum):
+    """What came of trying to run a waiting sequence: it runs, it needs pages that another computes, or there is no
+    room.
+    """
+
+    DONE = auto()
+    LATER = auto()
+    NO_ROOM = auto()
+
+
+def _arrival(sequence: Sequence) -> int:
+    return sequence.arrival
+
+
 class Scheduler:
     def __init__(self, pool: PagePool, limits: SchedulerLimits) -> None:
         if pool.num_pages * pool.page_size < limits.max_model_len:
@@ -66,7 +82,9 @@ class Scheduler:
         self.limits = limits
         self.tables = BlockTables(limits.max_num_seqs, -(-limits.max_model_len // pool.page_size))
         self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []  # in order of arrival
+        self.running: list[Sequence] = []  # both in order of arrival
+        self._computing: dict[bytes, Sequence] = {}  # full pages that running sequences have yet to compute
+        self._num_arrived = 0
         self.num_preemptions = 0
         self.num_prefix_queries = 0  # tokens looked up in the prefix cache
         self.num_prefix_hits = 0
@@ -77,6 +95,8 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence whose prompt and answer together are at most max_model_len tokens."""
+        sequence.arrival = self._num_arrived
+        self._num_arrived += 1
         self.waiting.append(sequence)
 
     def schedule(self) -> list[Scheduled]:
@@ -96,11 +116,16 @@ class Scheduler:
                     plan[sequence.row] = Scheduled(sequence, num_tokens, num_tokens == sequence.num_pending)
         budget -= sum(entry.num_tokens for entry in plan.values())
         if self.num_preemptions == num_preempted:
-            while self.waiting and budget and len(self.running) < self.limits.max_num_seqs:
-                sequence = self.waiting[0]
-                if not self._admit(sequence):
+            index = 0
+            while index < len(self.waiting) and budget and len(self.running) < self.limits.max_num_seqs:
+                sequence = self.waiting[index]
+                admission = self._admit(sequence)
+                if admission is Admission.NO_ROOM:
                     break
-                self.waiting.popleft()
+                if admission is Admission.LATER:
+                    index += 1
+                    continue
+                del self.waiting[index]
                 num_tokens = min(sequence.num_pending, budget)
                 plan[sequence.row] = Scheduled(sequence, num_tokens, num_tokens == sequence.num_pending)
                 budget -= num_tokens
@@ -117,7 +142,10 @@ class Scheduler:
             sequence.num_computed = after = before + entry.num_tokens
             if after % page_size < entry.num_tokens and self.pool.is_caching:
                 for index in range(before // page_size, after // page_size):
-                    self.pool.register(sequence.pages[index], self._digests(sequence, index + 1)[index])
+                    digest = self._digests(sequence, index + 1)[index]
+                    self.pool.register(sequence.pages[index], digest)
+                    if self._computing.get(digest) is sequence:
+                        del self._computing[digest]
 
     def remove(self, sequence: Sequence) -> None:
         """The sequence is finished or aborted: free what it holds. Does nothing if it holds nothing."""
@@ -137,7 +165,7 @@ class Scheduler:
             digests.append(chain_digest(parent, sequence.tokens[start : start + page_size]))
         return digests
 
-    def _admit(self, sequence: Sequence) -> bool:
+    def _admit(self, sequence: Sequence) -> Admission:
         """Take a waiting sequence into the running ones if the pages for all its tokens are there."""
         pool = self.pool
         num_needed = -(-len(sequence.tokens) // pool.page_size)
@@ -147,26 +175,34 @@ class Scheduler:
         if pool.is_caching and (sequence.request.params.prompt_logprobs is None or sequence.num_output):
             num_lookup = (len(sequence.tokens) - 1) // pool.page_size
             matched = pool.match(self._digests(sequence, num_lookup)[:num_lookup])
+            if len(matched) < num_lookup and sequence.page_digests[len(matched)] in self._computing:
+                pool.release(matched)
+                return Admission.LATER
         # A page of margin per running sequence, so that the newcomer is not preempted at the next page boundary.
         if pool.num_available < num_needed - len(matched) + len(self.running) and (
             self.running or pool.num_available < num_needed - len(matched)
         ):
             pool.release(matched)
-            return False
-        sequence.num_computed = len(matched) * pool.page_size
+            return Admission.NO_ROOM
+        num_matched = len(matched)
+        sequence.num_computed = num_matched * pool.page_size
         sequence.pages = matched
         sequence.row = self.tables.take_row()
         self.tables.write(sequence.row, 0, matched)
         while len(sequence.pages) < num_needed:
             self._grow(sequence)
         sequence.sink_slot = pool.sink_slot(sequence.pages[0])
-        self.running.append(sequence)
+        insort(self.running, sequence, key=_arrival)
+        if pool.is_caching:
+            num_full = len(sequence.tokens) // pool.page_size
+            for digest in self._digests(sequence, num_full)[num_matched:num_full]:
+                self._computing.setdefault(digest, sequence)
         self.num_prefix_queries += num_lookup * pool.page_size
         self.num_prefix_hits += sequence.num_computed
         if not sequence.times.scheduled:
             sequence.times.scheduled = time.monotonic()
             sequence.num_cached = sequence.num_computed
-        return True
+        return Admission.DONE
 
     def _reserve(self, sequence: Sequence, num_tokens: int, plan: dict[int, Scheduled]) -> bool:
         """Get the pages for the next `num_tokens`, preempting later arrivals if need be; False if it went itself."""
@@ -193,9 +229,16 @@ class Scheduler:
         self._free(sequence)
         sequence.num_preemptions += 1
         self.num_preemptions += 1
-        self.waiting.appendleft(sequence)
+        index = 0  # it is older than most that wait, but not than one that waits for the pages of another
+        while index < len(self.waiting) and self.waiting[index].arrival < sequence.arrival:
+            index += 1
+        self.waiting.insert(index, sequence)
 
     def _free(self, sequence: Sequence) -> None:
+        if sequence.num_computed < len(sequence.page_digests) * self.pool.page_size:
+            for digest in sequence.page_digests:
+                if self._computing.get(digest) is sequence:
+                    del self._computing[digest]
         self.pool.release(sequence.pages)
         self.tables.free_row(sequence.row)
         sequence.pages = []

@@ -51,7 +51,7 @@ def test_greedy_answers_do_not_depend_on_the_batch(
 
 def test_the_fake_model_notices_a_corrupted_page(start_engine: StartEngine) -> None:
     """The tests above are worth something only if this one can tell."""
-    harness = start_engine(num_pages=8, max_model_len=128)
+    harness = start_engine(num_pages=8, max_model_len=128, step_seconds=0.01)
     harness.runner.gate.clear()
     key = harness.submit([1] * 20, max_tokens=30)
     harness.runner.gate.set()

@@ -92,6 +92,44 @@ def test_a_shared_prefix_is_computed_once() -> None:
     assert (target.num_prefix_queries, target.num_prefix_hits) == (8 + 8 + 8, 8 + 8)
 
 
+def test_a_prompt_that_is_being_computed_is_waited_for() -> None:
+    target = scheduler(num_pages=32, max_num_seqs=6, budget=8)
+    target.add(sequence("a", list(range(12))))
+    for name, own in (("b", [50]), ("c", [60, 61])):  # share two pages with a
+        target.add(sequence(name, [*range(8), *own]))
+    target.add(sequence("d", [70, 71]))  # shares nothing
+    target.add(sequence("e", list(range(12))))
+    plan = target.schedule()
+    assert shares(plan) == {"a": 8}  # the budget
+    advance(target, plan)
+    plan = target.schedule()
+    assert shares(plan) == {"a": 4, "b": 1, "c": 2, "d": 1}
+    advance(target, plan)
+    plan = target.schedule()
+    assert shares(plan) == {"a": 1, "b": 1, "c": 1, "d": 1, "e": 4}
+    assert [s.request.request_id for s in target.running] == ["a", "b", "c", "d", "e"]
+
+
+def test_nobody_waits_for_a_sequence_that_is_gone() -> None:
+    target = scheduler(num_pages=32, budget=6)
+    target.add(sequence("a", list(range(12))))
+    target.add(sequence("b", list(range(12))))
+    target.add(sequence("c", [7] * 3))
+    plan = target.schedule()
+    assert shares(plan) == {"a": 6}
+    advance(target, plan)
+    plan = target.schedule()
+    assert shares(plan) == {"a": 6}
+    target.running[0].finish_reason = FinishReason.ABORT
+    target.remove(target.running[0])
+    plan = target.schedule()  # the first page was computed, the rest is b's to do
+    assert shares(plan) == {"b": 6}
+    assert plan[0].sequence.num_computed == 4
+    advance(target, plan)
+    target.add(sequence("d", list(range(12))))  # b has computed the two pages that d may take over
+    assert shares(target.schedule()) == {"b": 2, "c": 3, "d": 1}
+
+
 def test_prompt_logprobs_compute_every_token() -> None:
     target = scheduler(budget=32)
     target.add(sequence("a", list(range(9))))
