@@ -55,7 +55,7 @@ def test_search_weights_columns_by_the_hessian_diagonal() -> None:
 def test_row_blocks_do_not_change_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = _weight(7, 48, 4)
     whole = row_scales(weight, 4, search=True)
-    monkeypatch.setattr("w4a4.export.rounding._ROWS_AT_A_TIME", 100)
+    monkeypatch.setattr("w4a4.export.rounding._AT_A_TIME", {"cpu": 100})
     assert torch.equal(row_scales(weight, 4, search=True), whole)
 
 
