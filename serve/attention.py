@@ -14,6 +14,7 @@ from torch import Tensor
 from w4a4.configs.architecture import ModelConfig
 from w4a4.kernels.kv4 import KVBatch, KVPageLayout, kv_attention, kv_rope_write
 from w4a4.kernels.rope import rope_frequencies, rope_tables
+from w4a4.serve.step_batches import DecodeBatch
 
 
 @dataclass(frozen=True)
@@ -63,10 +64,19 @@ class PagedAttention:
         """Rotary tables and slots of a step."""
         if self.tables is None:
             cos, sin = rope_tables(batch.positions, self.frequencies, self.rope_factor)
+        elif isinstance(batch, DecodeBatch):
+            return self._begin_decode(batch, self.tables)
         else:
             positions = batch.positions.clamp(min=0)  # empty slots have none
             cos, sin = self.tables[0][positions], self.tables[1][positions]
         return AttentionStep(batch, cos, sin, batch.slots(self.layout), batch.sink_slots(self.layout))
+
+    def _begin_decode(self, batch: DecodeBatch, tables: tuple[Tensor, Tensor]) -> AttentionStep:
+        from w4a4.kernels.decode_indices import decode_indices
+
+        indices = decode_indices(batch.context_lengths, batch.block_tables, batch.sink_pages, tables, self.layout)
+        batch.planned(("tile_ends", None), lambda: indices.tile_ends)
+        return AttentionStep(batch, indices.cos, indices.sin, indices.slots, indices.sink_slots)
 
     def attend(self, qkv: Tensor, weights: HeadWeights, pages: Tensor, step: AttentionStep) -> Tensor:
         """Write K and V of qkv [T, (Hq + 2 Hkv) D] to the layer's pages, then attend: [T, Hq D]."""

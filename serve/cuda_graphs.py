@@ -1,8 +1,9 @@
 """Decode steps as CUDA graphs: a whole model step is one launch, whatever its number of kernels.
 
 A graph is captured for one batch size; a smaller batch runs in the next larger one, its empty slots marked by a context
-length of 0. Everything that changes between steps (tokens, context lengths, pages) is read on the device from buffers of
-fixed address, so a graph is captured once and serves every context length up to the width of its block table.
+length of 0. Everything that changes between steps (tokens, context lengths, pages) is read on the device from buffers
+of fixed address, so a graph is captured once and serves every context length up to the width of its block table. On a
+CPU there is nothing to capture: the same buffers, and the step runs when it is asked for.
 """
 
 from __future__ import annotations
@@ -54,30 +55,42 @@ class DecodeGraph:
         self.block_tables = torch.zeros(batch_size, table_width, dtype=torch.int32, device=device)
         self.next_tokens = self.input_ids if is_greedy else None
 
-        def step() -> Tensor:
-            batch = cache.decode_batch(self.block_tables, self.context_lengths, self.sink_slots)
-            logits = model.logits(model.forward(self.input_ids, batch, cache))
-            if is_greedy:
-                self.input_ids.copy_(logits.argmax(-1))
-                self.context_lengths += 1
-            return logits
-
-        # Kernels are compiled and workspaces allocated by a run before the capture: all slots empty, nothing is written.
-        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream), torch.inference_mode():
-            step()
-            self.context_lengths.zero_()
-        torch.cuda.current_stream(device).wait_stream(stream)
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.inference_mode(), torch.cuda.graph(self.graph, pool=pool, stream=stream):
-            self.logits = step()
-        self.context_lengths.zero_()
+        self._model, self._cache = model, cache
+        self._graph: torch.cuda.CUDAGraph | None = None
+        if device.type == "cuda":
+            self._graph = self._captured(pool)
 
     def replay(self) -> Tensor:
         """Run the step on the current stream; returns `logits`."""
-        self.graph.replay()
+        if self._graph is None:
+            self.logits = self._step()
+        else:
+            self._graph.replay()
         return self.logits
+
+    @torch.inference_mode()
+    def _step(self) -> Tensor:
+        batch = self._cache.decode_batch(self.block_tables, self.context_lengths, self.sink_slots)
+        logits = self._model.logits(self._model.forward(self.input_ids, batch, self._cache))
+        if self.next_tokens is not None:
+            self.next_tokens.copy_(logits.argmax(-1))
+            self.context_lengths += 1
+        return logits
+
+    def _captured(self, pool: Any) -> torch.cuda.CUDAGraph:
+        device = self._model.device
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            # A run before the capture compiles kernels and allocates workspaces. Slots are empty: nothing is written.
+            self._step()
+            self.context_lengths.zero_()
+        torch.cuda.current_stream(device).wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool, stream=stream):
+            self.logits = self._step()
+        self.context_lengths.zero_()
+        return graph
 
 
 class DecodeGraphs:
@@ -85,14 +98,15 @@ class DecodeGraphs:
 
     def __init__(self, model: CausalLM, cache: KVCache, sizes: Sequence[int], table_width: int) -> None:
         self._sizes = sorted(sizes)
-        pool = torch.cuda.graph_pool_handle()
+        is_gpu = model.device.type == "cuda"
+        pool = torch.cuda.graph_pool_handle() if is_gpu else None
         graphs = [DecodeGraph(model, cache, size, table_width, pool=pool) for size in reversed(self._sizes)]
         self._graphs = graphs[::-1]
         # tokens, context lengths, sink slots, then tables: a step's indices travel in one copy
         words = self._sizes[-1] * (3 + table_width)
-        self._host = torch.empty(words, dtype=torch.int32, pin_memory=True)
+        self._host = torch.empty(words, dtype=torch.int32, pin_memory=is_gpu)
         self._staging = torch.empty(words, dtype=torch.int32, device=model.device)
-        self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._copied = torch.cuda.Event() if is_gpu else None  # type: ignore[no-untyped-call]
 
     @property
     def max_batch(self) -> int:
@@ -105,7 +119,8 @@ class DecodeGraphs:
         """
         num_seqs, width = block_tables.shape
         graph = self._graphs[bisect_left(self._sizes, num_seqs)]
-        self._copied.synchronize()  # of the step before: long done
+        if self._copied is not None:
+            self._copied.synchronize()  # of the step before: long done
         words = num_seqs * (3 + width)
         host = self._host[:words]
         fields = host[: 3 * num_seqs].view(3, num_seqs)
@@ -113,7 +128,8 @@ class DecodeGraphs:
         host[3 * num_seqs :].view(num_seqs, width).copy_(block_tables)
         staging = self._staging[:words]
         staging.copy_(host, non_blocking=True)
-        self._copied.record()
+        if self._copied is not None:
+            self._copied.record()
         own = staging[: 3 * num_seqs].view(3, num_seqs)
         graph.input_ids[:num_seqs].copy_(own[0])
         graph.context_lengths[:num_seqs].copy_(own[1])

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -23,6 +22,7 @@ from w4a4.kernels.kv4 import KVBatch, KVPageLayout, allocate_pages
 from w4a4.kernels.layout import ActMode
 from w4a4.kernels.reference import rms_norm
 from w4a4.serve.attention import HeadWeights, PagedAttention
+from w4a4.serve.step_batches import DecodeBatch, KnownBatch
 
 PAGE_SIZE = 16
 
@@ -90,36 +90,6 @@ class KVCache:
             return None
         assert sink_slots is not None
         return sink_slots + self.num_pages
-
-
-@dataclass(frozen=True)
-class DecodeBatch(KVBatch):
-    """A step in which every sequence has one new token: its indices are computed on the device, without a wait."""
-
-    @cached_property
-    def rows(self) -> Tensor:
-        return torch.arange(self.context_lengths.shape[0], device=self.context_lengths.device)
-
-    @cached_property
-    def positions(self) -> Tensor:
-        return self.context_lengths.long() - 1
-
-
-@dataclass(frozen=True)
-class KnownBatch(KVBatch):
-    """A step whose query_start and context_lengths the host has as numbers, `known`."""
-
-    known: tuple[list[int], list[int]] = ([0], [])
-
-    @cached_property
-    def on_host(self) -> tuple[list[int], list[int]]:
-        return self.known
-
-    @cached_property
-    def rows(self) -> Tensor:
-        lengths = self.query_start.diff().long()
-        index = torch.arange(lengths.shape[0], device=lengths.device)
-        return index.repeat_interleave(lengths, output_size=self.known[0][-1])
 
 
 @dataclass(frozen=True)

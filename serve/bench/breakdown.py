@@ -96,7 +96,7 @@ def decode_breakdown(model: CausalLM, candidate: str, batch: int, context: int) 
         run.decode(STEPS)
         torch.cuda.synchronize()
     events = [
-        (event.name, float(event.device_time_total))
+        (event.name, float(event.time_range.elapsed_us()))
         for event in profiler.events() or ()
         if str(event.device_type).endswith("CUDA")
     ]

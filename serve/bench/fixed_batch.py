@@ -39,7 +39,6 @@ class FixedBatch:
         )
         self._graph: DecodeGraph | None = None
         self._context = 0
-        self._next = self.tokens[:, 0]
 
     def prefill(self, num_tokens: int) -> Tensor:
         """Compute the first `num_tokens` tokens of every sequence; logits float32 [B, V] of the last ones."""
@@ -71,31 +70,19 @@ class FixedBatch:
         if not 0 < context < self.max_tokens:
             raise ValueError(f"context must be 1 to {self.max_tokens - 1}, got {context}")
         self._context = context
-        if self.model.device.type == "cuda":
-            graph = self._captured()
-            graph.context_lengths.fill_(context + 1)
-            graph.input_ids.copy_(self.tokens[:, context])
-        else:
-            self._next = self.tokens[:, context]
+        graph = self._captured()
+        graph.context_lengths.fill_(context + 1)
+        graph.input_ids.copy_(self.tokens[:, context])
 
     def decode(self, steps: int) -> Tensor:
-        """That many greedy steps; logits float32 [B, V] of the last one."""
+        """That many greedy steps; logits float32 [B, V] of the last one, valid until the next."""
         if self._context + steps > self.max_tokens:
             raise ValueError(f"{steps} steps from {self._context} exceed the room of {self.max_tokens} tokens")
         self._context += steps
-        if self.model.device.type == "cuda":
-            graph = self._captured()
-            for _ in range(steps):
-                graph.replay()
-            return graph.logits
-        logits = None
-        for context in range(self._context - steps, self._context):
-            lengths = torch.full((self.batch,), context + 1, dtype=torch.int32)
-            batch = self.cache.decode_batch(self.tables, lengths, self.sink_slots)
-            logits = self.model.logits(self.model.forward(self._next, batch, self.cache))
-            self._next = logits.argmax(-1)
-        assert logits is not None
-        return logits
+        graph = self._captured()
+        for _ in range(steps):
+            graph.replay()
+        return graph.logits
 
     def _captured(self) -> DecodeGraph:
         if self._graph is None:

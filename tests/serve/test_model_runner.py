@@ -9,6 +9,7 @@ import torch
 
 from w4a4.configs.architecture import ModelConfig
 from w4a4.configs.errors import ResourceError
+from w4a4.serve.cuda_graphs import DecodeGraphs, batch_buckets
 from w4a4.serve.engine import Engine, EngineConfig
 from w4a4.serve.model import CausalLM
 from w4a4.serve.model_runner import ModelRunner, choose_act, choose_device
@@ -97,6 +98,13 @@ class TestAnswers:
         assert runner.info.num_pages <= 8
         prompts = prompts_of([40, 41, 42, 43])
         assert answers(runner, prompts, 20) == [greedy(model, prompt, 20) for prompt in prompts]
+
+    def test_do_not_change_through_the_buffers_of_decode_graphs(self, model: CausalLM) -> None:
+        """On a CPU a graph is its buffers and a step: what a GPU adds is the capture."""
+        prompts = prompts_of([1, 15, 30, 17, 40])
+        runner = ModelRunner(model, max_num_seqs=4, kv_cache_bytes=1 << 22)
+        runner.graphs = DecodeGraphs(model, runner.cache, batch_buckets(4), 32)
+        assert answers(runner, prompts, 5) == [greedy(model, prompt, 5) for prompt in prompts]
 
     @pytest.mark.parametrize("changes", [{"num_key_value_heads": 4}, {"head_dim": 128, "tie_word_embeddings": True}])
     def test_of_other_shapes_and_16_bit_pages(self, changes: dict[str, object]) -> None:
