@@ -27,6 +27,8 @@ FLOAT = 4
 BF16 = 2
 RESERVE = 600 * 2**20  # interpreter, libraries, tokenizer
 SHARD = 5 * 10**9  # bytes that stand twice while shards are put together
+ROUNDING_MACS = 2500  # per weight: the element-wise work of scale search and GPTQ takes the time of so many
+COLUMN_SECONDS = 6e-5  # per column that GPTQ visits, whatever its length
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,7 @@ def estimate(
         device_memory=RESERVE + layer if on_gpu else 0,
         host_memory=host,
         disk=checkpoint + min(checkpoint, SHARD) + 2 * stream,
-        seconds=macs / macs_per_second,
+        seconds=macs / macs_per_second + _columns(config, recipe, layouts) * COLUMN_SECONDS,
         macs=macs,
         tokens=tokens,
     )
@@ -128,11 +130,19 @@ def _layer_memory(config: ModelConfig, recipe: Recipe, layouts: dict[str, Linear
 def _macs(config: ModelConfig, recipe: Recipe, layouts: dict[str, LinearLayout], tokens: int, seq: int) -> int:
     """Calibration is one forward pass; quantising runs attention and feed-forward twice, and the moments once."""
     weights = sum(part.out_features * part.in_features for part in layouts.values())
+    widths = [layouts[stage[0]].in_features for stage in STAGES]
     forward = tokens * (weights + seq * config.q_size)
-    moments = tokens * sum(layouts[stage[0]].in_features ** 2 for stage in STAGES)
-    covariance = tokens * 2 * config.hidden_size**2
-    feedback = sum(part.out_features * part.in_features**2 // 2 for part in layouts.values())
-    return config.num_layers * (3 * forward + moments + covariance + (feedback if recipe.rounding == "gptq" else 0))
+    moments = tokens * (sum(width**2 for width in widths) + 2 * config.hidden_size**2)
+    rounding = ROUNDING_MACS * weights
+    if recipe.rounding == "gptq":
+        rounding += sum(width**3 * 2 // 3 for width in widths)  # factor and inverse of a Hessian
+        rounding += sum(part.out_features * part.in_features**2 // 2 for part in layouts.values())
+    return config.num_layers * (3 * forward + moments + rounding)
+
+
+def _columns(config: ModelConfig, recipe: Recipe, layouts: dict[str, LinearLayout]) -> int:
+    stages = STAGES if recipe.rounding == "gptq" else ()
+    return config.num_layers * sum(layouts[stage[0]].in_features for stage in stages)
 
 
 def measured_macs_per_second(device: torch.device | str = "cpu") -> float:
