@@ -44,9 +44,9 @@ def rope_frequencies(
 
 
 def _llama3(frequencies: Tensor, scaling: Mapping[str, Any]) -> Tensor:
-    factor, low, high = scaling["factor"], scaling["low_freq_factor"], scaling["high_freq_factor"]
-    turns = scaling["original_max_position_embeddings"] / (2 * math.pi / frequencies)
-    keep = ((turns - low) / (high - low)).clamp(0, 1)
+    factor, low, high = (float(scaling[key]) for key in ("factor", "low_freq_factor", "high_freq_factor"))
+    turns: Tensor = scaling["original_max_position_embeddings"] / (2 * math.pi / frequencies)
+    keep: Tensor = ((turns - low) / (high - low)).clamp(0, 1)
     return (1 - keep) * frequencies / factor + keep * frequencies
 
 
@@ -67,8 +67,10 @@ def _yarn(
     attention = scaling.get("attention_factor")
     if attention is None:
         scale, scale_all = scaling.get("mscale"), scaling.get("mscale_all_dim")
-        both = scale and scale_all  # DeepSeek's pair of factors; one alone means nothing
-        attention = _yarn_scale(factor, scale) / _yarn_scale(factor, scale_all) if both else _yarn_scale(factor, 1.0)
+        if scale and scale_all:  # DeepSeek's pair of factors; one alone means nothing
+            attention = _yarn_scale(factor, scale) / _yarn_scale(factor, scale_all)
+        else:
+            attention = _yarn_scale(factor, 1.0)
     keep = 1 - ramp
     return 1.0 / (factor * periods) * (1 - keep) + 1.0 / periods * keep, float(attention)
 
