@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
+MAX_SCHEMA = 65536  # characters; compiling takes seconds to minutes at this size
+
 
 class GrammarState:
     """Where one answer stands in its grammar. The engine's thread alone calls it, a token at a time."""
@@ -64,8 +66,11 @@ class GrammarCompiler:
 
     def compile_schema(self, schema: dict[str, Any]) -> GrammarState:
         """JSON that fits a JSON schema. Raises ValueError if the schema is not one that can be compiled."""
+        text = json.dumps(schema)
+        if len(text) > MAX_SCHEMA:
+            raise ValueError(f"response_format: the JSON schema has {len(text)} characters, expected <= {MAX_SCHEMA}")
         try:
-            compiled = self._compiler.compile_json_schema(json.dumps(schema))
+            compiled = self._compiler.compile_json_schema(text)
         except Exception as error:  # xgrammar raises bare RuntimeErrors from C++
             raise ValueError(f"response_format: the JSON schema cannot be compiled: {error}") from None
         return GrammarState(compiled, self._vocab_size)

@@ -40,6 +40,7 @@ else:
 logger = logging.getLogger("w4a4.serve")
 
 BACKLOG = 2048
+MAX_HEAD_BYTES = 65536  # of a request's line and headers
 LAST_WORDS_SECONDS = 5.0  # for aborted requests to get their last message out
 
 
@@ -63,9 +64,10 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 class PatientProtocol(HttpProtocol):
-    """HTTP/1.1 that closes connections whose request head does not arrive in time (slow-loris)."""
+    """HTTP/1.1 that closes connections whose request head does not arrive in time (slow-loris) or has no end."""
 
     head_timeout = 30.0
+    num_head_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -75,6 +77,9 @@ class PatientProtocol(HttpProtocol):
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         self._watch_head()
+        self.num_head_bytes = self.num_head_bytes + len(data) if self._head_timer is not None else 0
+        if self.num_head_bytes > MAX_HEAD_BYTES:
+            self._give_up()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
@@ -93,7 +98,7 @@ class PatientProtocol(HttpProtocol):
             self._head_timer = None
 
     def _give_up(self) -> None:
-        self._head_timer = None
+        self._stop_timer()
         if not self.transport.is_closing():
             self.transport.close()
 

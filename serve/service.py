@@ -7,10 +7,12 @@ schemas compiled, in one worker thread, so that the event loop keeps streaming.
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import cached_property, partial
 from typing import Any, TypeVar
 
@@ -33,6 +35,8 @@ from w4a4.serve.streams import Channel, Dispatcher
 from w4a4.serve.tokenizer import ChatTemplateError, Tokenizer
 
 LONG_TEXT = 4096  # characters; shorter ones take less than a thread switch is worth
+MAX_COMPILING = 2
+COMPILE_TIMEOUT = 30.0  # seconds
 
 Result = TypeVar("Result")
 
@@ -49,6 +53,7 @@ class Service:
         self.metrics = metrics
         self._dispatcher = dispatcher
         self.created = int(time.time())
+        self._num_compiling = 0
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="w4a4-text")
 
     def close(self) -> None:
@@ -177,23 +182,56 @@ class Service:
     async def _grammar(self, wanted: ResponseFormat | None) -> GrammarState | None:
         if wanted is None or wanted.type == "text":
             return None
+        schema = {"type": "object"} if wanted.json_schema is None else wanted.json_schema.schema_
         try:
-            if wanted.json_schema is None:
-                return await self._run(None, lambda: self._compiler.compile_json())
-            schema = wanted.json_schema.schema_
-            return await self._run(None, lambda: self._compiler.compile_schema(schema))
+            return await self._compile(schema)
         except W4A4Error as error:
             raise ApiError(400, f"{error.message}: {error.hint}", param="response_format") from None
         except ValueError as error:
             raise ApiError(400, str(error), param="response_format") from None
 
+    async def _compile(self, schema: dict[str, Any]) -> GrammarState:
+        """In a thread of its own: some schemas take minutes, and nothing can stop the compiler but the process's end."""
+        if self._num_compiling >= MAX_COMPILING:
+            raise ApiError(
+                503, "other schemas are being compiled", code="compiler_busy", retry_after=RETRY_AFTER_SECONDS
+            )
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[GrammarState] = loop.create_future()
+
+        def finish(state: GrammarState | None, error: Exception | None) -> None:
+            self._num_compiling -= 1
+            if future.done():  # nobody waits any more
+                return
+            if error is not None:
+                future.set_exception(error)
+            elif state is not None:
+                future.set_result(state)
+
+        def work() -> None:
+            try:
+                state, error = self._compiler.compile_schema(schema), None
+            except Exception as caught:  # handed to whoever waits
+                state, error = None, caught
+            with suppress(RuntimeError):  # the loop is closed: the server is gone
+                loop.call_soon_threadsafe(finish, state, error)
+
+        self._num_compiling += 1
+        threading.Thread(target=work, name="w4a4-grammar", daemon=True).start()
+        try:
+            return await asyncio.wait_for(future, COMPILE_TIMEOUT)
+        except TimeoutError:
+            raise ValueError(
+                f"response_format: the JSON schema took more than {COMPILE_TIMEOUT:g} s to compile"
+            ) from None
+
     @cached_property
     def _compiler(self) -> GrammarCompiler:
         return GrammarCompiler(self.tokenizer.hf, self.engine.info.vocab_size, self.engine.config.eos_ids)
 
-    async def _run(self, size: int | None, function: Callable[[], Result]) -> Result:
-        """Call it here if it is quick, in the worker thread if not (`size` characters; None = always)."""
-        if size is not None and size <= LONG_TEXT:
+    async def _run(self, size: int, function: Callable[[], Result]) -> Result:
+        """Call it here if it is quick, in the worker thread if there are many characters (`size`) to work on."""
+        if size <= LONG_TEXT:
             return function()
         return await asyncio.get_running_loop().run_in_executor(self._worker, function)
 

@@ -241,8 +241,28 @@ def test_a_schema_that_cannot_be_compiled(server: LiveServer) -> None:
             "JSON schema"
             in refused(server.client.post("/v1/chat/completions", json=CHAT | {"response_format": wanted}))["message"]
         )
+    huge = {"type": "json_schema", "json_schema": {"name": "s", "schema": {"enum": ["x" * 100_000]}}}
+    error = refused(server.client.post("/v1/chat/completions", json=CHAT | {"response_format": huge}))
+    assert "the JSON schema has 100014 characters, expected <= 65536" in error["message"]
     combined = COMPLETION | {"response_format": {"type": "json_object"}, "ignore_eos": True}
     assert "ignore_eos" in refused(server.client.post("/v1/completions", json=combined))["message"]
+
+
+def test_a_schema_that_takes_for_ever_holds_up_nobody(
+    start_server: StartServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("xgrammar")
+    monkeypatch.setattr("w4a4.serve.service.COMPILE_TIMEOUT", 0.2)
+    end = threading.Event()
+    monkeypatch.setattr("w4a4.serve.grammar.GrammarCompiler.compile_schema", lambda *_: end.wait(30))
+    live = start_server()
+    body = CHAT | {"response_format": {"type": "json_object"}}
+    for _ in range(2):
+        error = refused(live.client.post("/v1/chat/completions", json=body))
+        assert "took more than 0.2 s" in error["message"]
+    assert refused(live.client.post("/v1/chat/completions", json=body), 503)["code"] == "compiler_busy"
+    assert live.client.post("/v1/completions", json=COMPLETION).status_code == 200
+    end.set()
 
 
 def test_of_two_equal_keys_the_last_counts(server: LiveServer) -> None:
@@ -357,6 +377,19 @@ def test_a_disconnect_ends_the_generation_and_frees_its_pages(start_server: Star
         assert live.engine.num_live == 1
     live.wait_until_idle(3)
     assert live.engine.stats().num_output_tokens < 900
+
+
+def test_heads_without_end_are_cut_off(server: LiveServer) -> None:
+    with connect(server) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n")
+        try:
+            for index in range(200):
+                connection.sendall(f"x-{index}: {'y' * 1000}\r\n".encode())
+            connection.sendall(b"\r\n")
+            answer = connection.recv(4096)
+        except OSError:
+            answer = b""
+        assert b"200 OK" not in answer
 
 
 def test_garbage_instead_of_http(server: LiveServer) -> None:
