@@ -1,8 +1,8 @@
 """Times the W4Ax GEMM on a Hopper GPU beside cuBLAS bf16, cuBLASLt fp8 and int8: writes results/gemm-h200.json.
 
     python benchmarks/gemm_h200.py --out benchmarks/results/gemm-h200.json
-    python benchmarks/gemm_h200.py --tune kernels/tuning_sm90.json [--folder CACHE]   # chooses plans first
-    python benchmarks/gemm_h200.py --compile CACHE                                    # fills a kernel cache; needs no GPU
+    python benchmarks/gemm_h200.py --tune kernels/tuning_sm90.json    # chooses plans first
+    python benchmarks/gemm_h200.py --compile CACHE    # fills a kernel cache; needs no GPU
 
 One process. Every contender in every round: a CUDA graph of launches that rotate through more than 300 MB of weights
 (cold L2), random data, in random order and, if long, after a pause, so that nobody
@@ -92,7 +92,11 @@ def baseline_calls(n: int, k: int, tokens: int) -> dict[str, Calls]:
         return torch.randint(-128, 128, shape, device="cuda", dtype=torch.int8)
 
     x, out = randn(tokens, k), torch.empty(tokens, n, device="cuda", dtype=torch.bfloat16)
-    x8, scale_x, scale_w = x.to(torch.float8_e4m3fn), torch.rand(tokens, 1, device="cuda"), torch.rand(1, n, device="cuda")
+    x8, scale_x, scale_w = (
+        x.to(torch.float8_e4m3fn),
+        torch.rand(tokens, 1, device="cuda"),
+        torch.rand(1, n, device="cuda"),
+    )
 
     def fp8(w: Tensor) -> Tensor:
         return torch._scaled_mm(

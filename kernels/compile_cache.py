@@ -1,4 +1,4 @@
-"""Compiled kernels on disk, so that a process loads machine code in milliseconds and a machine without a GPU can make it.
+"""Compiled kernels on disk: a process loads machine code in milliseconds, and a machine without a GPU can make it.
 
 An entry is the object file that the CuTe DSL exports for one kernel, named after everything that decides its bytes: GPU
 architecture, DSL version, kernel name, and a hash of the source files. Where a C compiler is at hand the object is also
@@ -86,7 +86,7 @@ def entry(kernel: Kernel, arch: str, folder: Path) -> Path:
 
 
 def compile_to(kernel: Kernel, arch: str, folder: Path) -> Path:
-    """The object file of a kernel, compiled now unless it is in `folder`; needs no GPU. Linked beside it if possible."""
+    """The object file of a kernel, compiled now unless it is in `folder`, linked if possible; needs no GPU."""
     target = entry(kernel, arch, folder)
     if not target.exists():
         folder.mkdir(parents=True, exist_ok=True)

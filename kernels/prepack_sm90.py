@@ -5,11 +5,11 @@ plain 16-byte loads. A block of 64 rows x 128 columns is contiguous (4 KiB of in
 shared memory in one piece; inside it the words stand in the order in which threads want them. `gemm_sm90` is the
 other end of this layout: whoever changes one changes both.
 
-Register r of thread t holds, in byte b, row 16 (t / 32) + (t % 32) / 4 + 8 (r & 1) and column 4 (t % 4) + b + 16 (r >> 1)
-of a 64 x 32 slab. int8: word r of slab s of thread t is word 512 s + 4 t + r of the block. int4: the even register of a
-pair stands in the low nibbles of a word and the odd one in its high nibbles; slab s, pair p is word
-512 (s / 2) + 4 t + 2 (s % 2) + p. A nibble moved to the high half of its byte is 16 times its value, exactly: the
-sixteenth is folded into the weight scale.
+Register r of thread t holds, in byte b, row 16 (t / 32) + (t % 32) / 4 + 8 (r & 1) and column
+4 (t % 4) + b + 16 (r >> 1) of a 64 x 32 slab. int8: word r of slab s of thread t is word 512 s + 4 t + r of the block.
+int4: the even register of a pair stands in the low nibbles of a word, the odd one in its high nibbles; slab s, pair p
+is word 512 (s / 2) + 4 t + 2 (s % 2) + p. A nibble moved to the high half of its byte is 16 times its value, exactly:
+the sixteenth is folded into the weight scale.
 """
 
 from __future__ import annotations
@@ -155,5 +155,5 @@ def _slabs(codes: Tensor, bits: int) -> tuple[Tensor, Tensor]:
         return even.permute(order), odd.permute(order)
     # the two slabs of a half stand together, so that a thread's four words are one 16-byte load
     split = (n // 64, 4, 8, k // 128, 2, 2, 2, 4, 4)
-    order = (0, 3, 4, 1, 2, 7, 5, 6, 8)  # block, column block, half, warp, g, q, slab of half, pair, byte
-    return even.reshape(split).permute(order), odd.reshape(split).permute(order)
+    order4 = (0, 3, 4, 1, 2, 7, 5, 6, 8)  # block, column block, half, warp, g, q, slab of half, pair, byte
+    return even.reshape(split).permute(order4), odd.reshape(split).permute(order4)

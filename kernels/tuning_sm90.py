@@ -1,7 +1,7 @@
 """Which plan a product runs with: a table of measured choices, and a rule for shapes that were not measured.
 
-`tuning_sm90.json` is written by `python benchmarks/gemm_h200.py --tune` on the GPU it names. An entry holds for its rows,
-columns and weight bits and for up to `tokens` tokens; `us` is what was measured, the reason for the choice.
+`tuning_sm90.json` is written by `python benchmarks/gemm_h200.py --tune` on the GPU it names. An entry holds for its
+rows, columns and weight bits and for up to `tokens` tokens; `us` is what was measured, the reason for the choice.
 """
 
 from __future__ import annotations

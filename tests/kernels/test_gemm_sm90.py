@@ -7,8 +7,9 @@ import dataclasses
 import pytest
 import torch
 from torch import Tensor
+
 from w4a4.kernels.gemm_sm90 import gemm, run
-from w4a4.kernels.gemm_sm90_variant import Plan, Variant
+from w4a4.kernels.gemm_sm90_variant import Plan
 from w4a4.kernels.layout import LinearLayout, Segment
 from w4a4.kernels.prepack_sm90 import PrepackedLinear, prepack
 from w4a4.kernels.tuning_sm90 import choose
