@@ -57,7 +57,8 @@ def _attend_split(
             page = tl.load(tables + sequence * max_pages + tokens // PAGE, mask=tokens < length, other=0).to(tl.int64)
         base = (page * KV_HEADS + head) * (2 * PAGE * DIM) + (tokens % PAGE) * DIM
         key = tl.load(pages + base[None, :] + channels[:, None])
-        value = tl.load(pages + (base + PAGE * DIM)[:, None] + channels[None, :])
+        value_offsets = (base + PAGE * DIM)[:, None] + channels[None, :]  # a page's unused tokens may hold NaN
+        value = tl.load(pages + value_offsets, mask=(tokens < length)[:, None], other=0.0)
         visible = (tokens >= first) & (tokens < length)
         scores = tl.where(visible[None, :], tl.dot(query, key) * scale, -1e38)
         new_top = tl.maximum(top, tl.max(scores, 1))

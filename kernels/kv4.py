@@ -284,6 +284,7 @@ class _Group:
     has_sinks: bool [B, 1, 1, 1], whether a sequence's first key is position 0 (else its window has passed the sinks)
     key_positions: [B, n];  query_positions: [B, T]
     hidden: [B, 1, 1, n] keys that no query may see (decode), None if there are none or queries are many
+    unused: [B, 1, n, 1] keys past the context: their bytes may be anything, NaN included. None if there are none.
     """
 
     queries: Tensor
@@ -293,6 +294,7 @@ class _Group:
     key_positions: Tensor
     query_positions: Tensor
     hidden: Tensor | None
+    unused: Tensor | None
 
 
 def kv_attention(
@@ -383,7 +385,11 @@ def _group(
         sink_heads = batch.sink_pages[sequences].long().unsqueeze(1) * layout.num_kv_heads + heads
         has_sinks = (column(first) == 0)[:, :, None, None]
     page_heads = table.unsqueeze(1) * layout.num_kv_heads + heads[:, None]
-    return _Group(queries, page_heads, sink_heads, has_sinks, keys, query_positions, hidden)
+    unused = (keys >= length)[:, None, :, None]
+    return _Group(
+        queries, page_heads, sink_heads, has_sinks, keys, query_positions, hidden,
+        unused if bool(unused.any()) else None,
+    )  # fmt: skip
 
 
 def _attend(query: Tensor, pages: Tensor, group: _Group, layout: KVPageLayout, window: int | None) -> Tensor:
@@ -393,9 +399,13 @@ def _attend(query: Tensor, pages: Tensor, group: _Group, layout: KVPageLayout, w
     """
     batch, num_queries, num_kv_heads, group_size, head_dim = query.shape
     keys, values, parameters = _read_pages(pages, group.page_heads, layout)
+    if group.unused is not None:
+        (values if parameters is None else parameters).masked_fill_(group.unused, 0.0)
     sinks, has_sinks = None, group.has_sinks
     if group.sink_heads is not None:
         sinks = sink_view(pages.flatten(0, 1)[group.sink_heads], layout).double()  # [B, Hkv, 2, S, D]
+        if group.unused is not None:
+            sinks[:, :, 1].masked_fill_(group.unused[:, :, : layout.num_sinks], 0.0)
     outputs = []
     for start in range(0, num_queries, QUERY_TILE):
         rows = query[:, start : start + QUERY_TILE]

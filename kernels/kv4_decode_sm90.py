@@ -197,27 +197,9 @@ class Kv4Decode:
                     table = self.start(
                         q, pages, tables, at, bar, ring, queries + turn * self.query_bytes, consumed, thread, warp, lane
                     )
-                self.finish(
-                    q,
-                    pages,
-                    sink_pages,
-                    partial,
-                    counters,
-                    out,
-                    acc,
-                    state,
-                    done,
-                    quota,
-                    block,
-                    scale,
-                    sums,
-                    stats,
-                    sink_scores,
-                    flag,
-                    thread,
-                    warp,
-                    lane,
-                )
+                tensors = (q, pages, sink_pages, partial, counters, out)
+                buffers = (sums, stats, sink_scores, flag)
+                self.finish(tensors, acc, state, done, quota, block, scale, buffers, thread, warp, lane)
 
     @cute.jit
     def share(self, first_end, last_end, num_sequences, num_kv_heads, blocks):
@@ -417,18 +399,22 @@ class Kv4Decode:
             key_parameters.append(ptx.halves_to_floats(first))
             value_scales.append(ptx.halves_to_floats(second))
 
+        is_visible = []
+        for row in cutlass.range_constexpr(2):
+            token = position + g + 8 * row
+            is_visible.append((token >= first_key) & (token < length))
+            # a page's unused tokens may hold anything, so 0 times that must not be NaN
+            value_scales[row] = tuple(cutlass.select_(is_visible[row], x, Float32(0.0)) for x in value_scales[row])
         weights = []  # B operands of O^T += V^T P^T
         for octet in cutlass.range_constexpr(octets):
             s = []
             for row in cutlass.range_constexpr(2):
                 k_scale, k_zero = key_parameters[row]
-                token = position + g + 8 * row
-                is_visible = (token >= first_key) & (token < length)
                 for j in cutlass.range_constexpr(2):
                     i = octet * 8 + 2 * row + j
                     product = (scores[i] + scores[i + 4]) * factors[octet * 4 + 2 * j]
                     score = product * k_scale + k_zero * factors[octet * 4 + 2 * j + 1]
-                    s.append(cutlass.select_(is_visible, score, Float32(NEVER)))
+                    s.append(cutlass.select_(is_visible[row], score, Float32(NEVER)))
             at = octet * 6
             high = (ptx.maximum(s[0], s[2]), ptx.maximum(s[1], s[3]))
             if cute.arch.vote_any_sync((high[0] > state[at] + SLACK) | (high[1] > state[at + 1] + SLACK)):
@@ -478,30 +464,11 @@ class Kv4Decode:
                     x, y = x >> 8, y >> 8
 
     @cute.jit
-    def finish(
-        self,
-        q,
-        pages,
-        sink_pages,
-        partial,
-        counters,
-        out,
-        acc,
-        state,
-        at,
-        quota,
-        block,
-        scale,
-        sums,
-        stats,
-        sink_scores,
-        flag,
-        thread,
-        warp,
-        lane,
-    ):
+    def finish(self, tensors, acc, state, at, quota, block, scale, buffers, thread, warp, lane):
         """Merge the warps' states; write the output, or this CTA's part of it, and merge the parts if it is last."""
-        sequence, head, tile, count, parts_from, parts_to, length, first_key = at
+        q, pages, sink_pages, partial, counters, out = tensors
+        sums, stats, sink_scores, flag = buffers
+        sequence, head, parts_from, parts_to = at[0], at[1], at[4], at[5]
         dim, group = self.head_dim, self.group_size
         g, c = lane // 4, lane % 4
         ptx.copy_async_wait()
@@ -681,7 +648,10 @@ class Kv4Decode:
             top = ptx.maximum(merged[base + 5], score)
             old, new = ptx.exp2(merged[base + 5] - top), ptx.exp2(score - top)
             words = ptx.load_global(source + (num_sinks + sink) * dim * 2 + quad * 8, 2)
-            values = (*self.sink_floats(words[0]), *self.sink_floats(words[1]))
+            values = [
+                cutlass.select_(score > NEVER, value, Float32(0.0))  # the page of a shorter sequence may hold anything
+                for value in (*self.sink_floats(words[0]), *self.sink_floats(words[1]))
+            ]
             for i in cutlass.range_constexpr(4):
                 merged[base + i] = merged[base + i] * old + values[i] * new
             merged[base + 4] = merged[base + 4] * old + new

@@ -29,7 +29,7 @@ def filled(layout: KVPageLayout, lengths: list[int], seed: int = 0) -> tuple[Ten
     """Pages on a CPU that hold random sequences, and the batch in which each decodes its last token."""
     num_pages = [-(-n // layout.page_size) for n in lengths]
     order = torch.randperm(sum(num_pages) + len(lengths), generator=torch.Generator().manual_seed(seed)) + 1
-    pages = allocate_pages(layout, len(order) + 1)
+    pages = allocate_pages(layout, len(order) + 1).fill_(0xFF)  # NaN wherever nobody writes
     tables = torch.full((len(lengths), max(1, *num_pages)), 2**31 - 1, dtype=torch.int32)  # must not be read
     start = len(lengths)
     for row, count in enumerate(num_pages):
