@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from w4a4.serve.engine import EngineStats
-from w4a4.serve.request import Output
+from w4a4.serve.request import FinishReason, Output
 
 LATENCY_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320)
 TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1, 2.5, 5)
@@ -87,6 +87,10 @@ class Metrics:
             self._decode.observe(times.finished - times.first_token)
             if output.num_output_tokens > 1:
                 self._per_token.observe((times.finished - times.first_token) / (output.num_output_tokens - 1))
+
+    def count_abort(self) -> None:
+        """Count a request whose client went away."""
+        self._success.labels(self._model_name, FinishReason.ABORT.value).inc()
 
     def render(self) -> bytes:
         text: bytes = generate_latest(self._registry)

@@ -152,7 +152,7 @@ class ServerProcess:
         self._on_ready = on_ready
         self._signal = 0
         self._abort_timer: asyncio.TimerHandle | None = None
-        self._dispatcher = Dispatcher(lambda output: self._metrics.observe(output))
+        self._dispatcher = Dispatcher(lambda output: self._metrics.observe(output), lambda: self._metrics.count_abort())
         self.engine = Engine(
             runner,
             lambda ids, skip_special: tokenizer.decode(ids, skip_special),

@@ -191,7 +191,7 @@ class Service:
             raise ApiError(400, str(error), param="response_format") from None
 
     async def _compile(self, schema: dict[str, Any]) -> GrammarState:
-        """In a thread of its own: some schemas take minutes, and nothing can stop the compiler but the process's end."""
+        """In a thread of its own: some schemas take minutes, and only the end of the process stops the compiler."""
         if self._num_compiling >= MAX_COMPILING:
             raise ApiError(
                 503, "other schemas are being compiled", code="compiler_busy", retry_after=RETRY_AFTER_SECONDS

@@ -132,6 +132,7 @@ class Dispatcher:
         if self._channels.pop(request_id, None) is not None:
             assert self._engine is not None
             self._engine.abort(request_id)
+            self._on_abort()
 
     def _deliver(self) -> None:
         while self._inbox:

@@ -377,6 +377,9 @@ def test_a_disconnect_ends_the_generation_and_frees_its_pages(start_server: Star
         assert live.engine.num_live == 1
     live.wait_until_idle(3)
     assert live.engine.stats().num_output_tokens < 900
+    assert (
+        'request_success_total{finished_reason="abort",model_name="fake-model"} 1.0' in live.client.get("/metrics").text
+    )
 
 
 def test_heads_without_end_are_cut_off(server: LiveServer) -> None:
