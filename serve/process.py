@@ -152,7 +152,9 @@ class ServerProcess:
         self._on_ready = on_ready
         self._signal = 0
         self._abort_timer: asyncio.TimerHandle | None = None
-        self._dispatcher = Dispatcher(lambda output: self._metrics.observe(output), lambda: self._metrics.count_abort())
+        # The metrics read the engine, which is made below.
+        self._metrics = Metrics(lambda: self.engine.stats(), settings.model_name)
+        self._dispatcher = Dispatcher(self._metrics.observe, self._metrics.count_abort)
         self.engine = Engine(
             runner,
             lambda ids, skip_special: tokenizer.decode(ids, skip_special),
@@ -166,7 +168,6 @@ class ServerProcess:
             ),
             self._dispatcher.listen,
         )
-        self._metrics = Metrics(self.engine.stats, settings.model_name)
         self._service = Service(self.engine, self._dispatcher, tokenizer, settings.model_name, self._metrics)
         protocol = type("Protocol", (PatientProtocol,), {"head_timeout": settings.request_timeout})
         config = uvicorn.Config(

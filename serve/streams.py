@@ -88,12 +88,13 @@ class Channel:
 class Dispatcher:
     """Hands the engine's outputs to their channels.
 
-    `listen` is the engine's listener; `attach` names the engine and the loop once both are there. `on_finish` sees
-    every last output of a request that somebody still waited for, in the event loop.
+    `listen` is the engine's listener; `attach` names the engine and the loop once both are there. In the event loop,
+    `on_finish` sees the last output of every request that somebody waited for; `on_abort` is called for every other.
     """
 
-    def __init__(self, on_finish: Callable[[Output], None]) -> None:
+    def __init__(self, on_finish: Callable[[Output], None], on_abort: Callable[[], None]) -> None:
         self._on_finish = on_finish
+        self._on_abort = on_abort
         self._engine: Engine | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._channels: dict[str, Channel] = {}
