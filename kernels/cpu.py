@@ -28,6 +28,7 @@ _GRAIN = 32768
 # Rows of a float GEMM. 16 costs a single row 0.6 ms instead of 0.13 ms at 3072 x 576 and gives 27 kRow/s in prefill,
 # 60 % of an untiled GEMM (2 cores of an AMD EPYC 9004).
 _FLOAT_TILE = 16
+_HEAD_TILE = 4
 
 ACTIVATION_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 OUT_DTYPE = torch.float32
@@ -177,6 +178,22 @@ def _integer_product(codes: Tensor, weight: Tensor) -> Tensor:
     if not codes.shape[0]:
         return torch.zeros(0, weight.shape[0], dtype=torch.int32)
     return torch._int_mm(codes.contiguous(), weight.T)
+
+
+def head_matmul(x: Tensor, weight: Tensor) -> Tensor:
+    """As `tiled_matmul` for a weight with many more rows than columns, four rows of x at a time: [T, N].
+
+    A single row against 49,152 x 576 takes 9 ms on one core, where a tile of 16 rows takes 25; 2,048 rows take 1.4
+    times as long (AMD EPYC 9004).
+    """
+    tokens = x.shape[0]
+    y = torch.empty(tokens, weight.shape[0])
+    tile = torch.zeros(_HEAD_TILE, x.shape[1])
+    for start in range(0, tokens, _HEAD_TILE):
+        count = min(_HEAD_TILE, tokens - start)
+        tile[:count] = x[start : start + count]
+        y[start : start + count] = torch.mm(weight, tile.T).T[:count]
+    return y
 
 
 def tiled_matmul(x: Tensor, weight: Tensor) -> Tensor:

@@ -58,10 +58,10 @@ def block_hadamard(x: Tensor, block: int) -> Tensor:
     y = x if x.dtype == torch.float64 else x.float()
     distance = 1
     while distance < block:
-        low, high = y.reshape(*x.shape[:-1], x.shape[-1] // (2 * distance), 2, distance).unbind(-2)
-        y = torch.stack([low + high, low - high], -2).flatten(-3)
+        low, high = y.reshape(x.numel() // (2 * distance), 2, distance).unbind(1)
+        y = torch.cat([low + high, low - high], 1)
         distance *= 2
-    return y * float(block**-0.5)
+    return y.view(x.shape) * float(block**-0.5)
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 from w4a4.configs.architecture import ModelConfig
 from w4a4.configs.errors import UnsupportedError
 from w4a4.kernels import ops
-from w4a4.kernels.cpu import tiled_matmul
+from w4a4.kernels.cpu import head_matmul
 from w4a4.kernels.kv4 import KVBatch, KVPageLayout, allocate_pages
 from w4a4.kernels.layout import ActMode
 from w4a4.kernels.reference import rms_norm
@@ -202,7 +202,7 @@ class CausalLM:
         return self.attention.path
 
     def head_path(self) -> str:
-        return "float32, tiles of 16 rows" if self.device.type == "cpu" else "bf16-cublas"
+        return "float32, tiles of 4 rows" if self.device.type == "cpu" else "bf16-cublas"
 
     def kv_layout(self) -> KVPageLayout:
         config = self.config
@@ -242,7 +242,7 @@ class CausalLM:
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 logits [R, V] of hidden states [R, H]."""
         if self.device.type == "cpu":
-            return tiled_matmul(hidden, self.head)
+            return head_matmul(hidden, self.head)
         return F.linear(hidden, self.head).float()
 
     @torch.inference_mode()

@@ -148,3 +148,15 @@ def test_tiled_matmul() -> None:
     expected = x.double() @ weight.double().T
     assert torch.allclose(cpu.tiled_matmul(x, weight).double(), expected, atol=1e-4)
     assert cpu.tiled_matmul(x[:0], weight).shape == (0, 7)
+
+
+@pytest.mark.parametrize("width", [96, 576])
+def test_head_matmul_gives_a_row_the_same_logits_in_any_batch(width: int) -> None:
+    generator = torch.Generator().manual_seed(3)
+    x, weight = torch.randn(9, width, generator=generator), torch.randn(1000, width, generator=generator)
+    y = cpu.head_matmul(x, weight)
+    torch.testing.assert_close(y.double(), x.double() @ weight.double().T, rtol=1e-5, atol=1e-4)
+    order = torch.randperm(9, generator=generator)
+    assert torch.equal(cpu.head_matmul(x[order], weight), y[order])
+    assert all(torch.equal(cpu.head_matmul(x[i : i + 1], weight)[0], y[i]) for i in range(9))
+    assert cpu.head_matmul(x[:0], weight).shape == (0, 1000)
