@@ -102,7 +102,7 @@ def command(
         if dry_run:
             _show_plan(console, source, chosen, target, place, needs.to_json(), as_json)
             return
-        check_resources(needs, target, place)
+        check_resources(needs, target, place, has_gate=gate_tokens > 0)
         console.say(
             f"{source.identity.name}: {source.config.num_layers} layers, recipe {chosen.name}, about "
             f"{format_bytes(max(needs.device_memory, needs.host_memory))} of memory and {needs.seconds / 60:.0f} min "

@@ -36,13 +36,15 @@ class Estimate:
     """Bytes, seconds and counts of one `quantize` run.
 
     checkpoint_bytes: at most; the linears with the most 8-bit channels that the recipe allows.
-    device_memory: on a GPU; 0 on a CPU. host_memory: everything else. disk: checkpoint, work folder and saved
-    stream at their largest together. macs: of calibration and quantisation. tokens: of calibration.
+    device_memory: on a GPU; 0 on a CPU. host_memory: everything else. gate_memory: on the device, of the packed model
+    that the quality gate runs at the end. disk: checkpoint, work folder and saved stream at their largest together.
+    macs: of calibration and quantisation. tokens: of calibration.
     """
 
     checkpoint_bytes: int
     device_memory: int
     host_memory: int
+    gate_memory: int
     disk: int
     seconds: float
     macs: int
@@ -95,6 +97,7 @@ def estimate(
         checkpoint_bytes=checkpoint,
         device_memory=RESERVE + layer if on_gpu else 0,
         host_memory=host,
+        gate_memory=RESERVE + (checkpoint if on_gpu else _runtime_bytes(config, layouts) + 3 * table * FLOAT),
         disk=checkpoint + min(checkpoint, SHARD) + 2 * stream,
         seconds=macs / macs_per_second + _columns(config, recipe, layouts) * COLUMN_SECONDS,
         macs=macs,
@@ -115,6 +118,12 @@ def _checkpoint_bytes(config: ModelConfig, recipe: Recipe, layouts: dict[str, Li
     )
     num_tables = 1 if config.tie_word_embeddings and recipe.method != "dual" else 2
     return config.num_layers * (bits // 8 + extras + 2 * FLOAT * config.hidden_size) + num_tables * table * BF16
+
+
+def _runtime_bytes(config: ModelConfig, layouts: dict[str, LinearLayout]) -> int:
+    """Bytes of all linears as the CPU runs them: int8 codes, and floats where activations are not quantised."""
+    segments = ((part.out_features, segment) for part in layouts.values() for segment in part.segments)
+    return config.num_layers * sum(rows * s.width * (FLOAT if s.act_bits == 16 else 1) for rows, s in segments)
 
 
 def _layer_memory(config: ModelConfig, recipe: Recipe, layouts: dict[str, LinearLayout], seq: int) -> int:
@@ -157,7 +166,9 @@ def measured_macs_per_second(device: torch.device | str = "cpu") -> float:
     return size**3 / best
 
 
-def check_resources(needs: Estimate, output: Path, device: torch.device | str = "cpu") -> None:
+def check_resources(
+    needs: Estimate, output: Path, device: torch.device | str = "cpu", *, has_gate: bool = False
+) -> None:
     """Refuse a run that cannot finish. Raises ResourceError naming need, have and the flag to change."""
     on_gpu = torch.device(device).type == "cuda"
     for place, need in ((device, needs.device_memory),) * on_gpu + (("cpu", needs.host_memory),):
@@ -167,6 +178,12 @@ def check_resources(needs: Estimate, output: Path, device: torch.device | str = 
                 f"quantising needs about {_gib(need)} of memory on {place}, {_gib(available)} are free",
                 "lower --samples or --seq, or free memory; --no-preflight tries all the same",
             )
+    if has_gate and needs.gate_memory > (available := available_memory(device)):
+        raise ResourceError(
+            f"the quality gate needs about {_gib(needs.gate_memory)} of memory on {device} to run the packed model, "
+            f"{_gib(available)} are free",
+            "--gate-tokens 0 leaves the gate out; --no-preflight tries all the same",
+        )
     folder = output.absolute().parent
     while not folder.exists():
         folder = folder.parent

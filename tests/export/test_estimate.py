@@ -142,7 +142,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(estimate_module.shutil, "disk_usage", lambda path: Usage(10 * GIB))
 
 
-NEEDS = Estimate(GIB, 0, 8 * GIB, 8 * GIB, 1.0, 1, 1)
+NEEDS = Estimate(GIB, 0, 8 * GIB, 8 * GIB, 8 * GIB, 1.0, 1, 1)
 
 
 @pytest.mark.usefixtures("machine")
@@ -166,6 +166,24 @@ def test_a_run_that_does_not_fit_says_what_to_change(
         check_resources(replace(NEEDS, **changes), tmp_path / "out", device)
     assert refused.value.exit_code == 7
     assert hint in refused.value.hint and "--no-preflight" in refused.value.hint
+
+
+@pytest.mark.usefixtures("machine")
+def test_a_quality_gate_that_does_not_fit_can_be_left_out(tmp_path: Path) -> None:
+    needs = replace(NEEDS, gate_memory=14 * GIB)
+    check_resources(needs, tmp_path / "out")
+    with pytest.raises(ResourceError, match="quality gate needs about 14.0 GiB") as refused:
+        check_resources(needs, tmp_path / "out", has_gate=True)
+    assert "--gate-tokens 0" in refused.value.hint
+
+
+def test_the_gate_runs_int8_codes_on_a_cpu_and_the_checkpoint_on_a_gpu() -> None:
+    config = llama(num_hidden_layers=4)
+    weights = 4 * sum(rows * columns for rows, columns in config.linear_shapes().values())
+    dual, floats = (estimate(config, load_recipe(name), 1, 8, 1e9) for name in ("dual", "w4a16"))
+    assert floats.gate_memory - dual.gate_memory == 3 * weights
+    on_gpu = estimate(config, load_recipe("dual"), 1, 8, 1e9, "cuda")
+    assert 0 < on_gpu.gate_memory - on_gpu.checkpoint_bytes < 2 * GIB
 
 
 @pytest.mark.usefixtures("machine")
