@@ -48,18 +48,9 @@ class PrecisionMap:
         if list(self.bits) != sorted(self.bits):
             raise CheckpointError(f"precision map {self.bits} must ascend: blocks of equal precision are adjacent")
 
-    @property
-    def channels(self) -> int:
-        return self.block_size * len(self.bits)
-
     def width(self, bits: int) -> int:
         """Channels that run at `bits`."""
         return self.block_size * self.bits.count(bits)
-
-    @property
-    def widths(self) -> tuple[int, ...]:
-        """Channels of each segment that is not empty, in stored order."""
-        return tuple(self.width(bits) for bits in (4, 8, 16) if self.width(bits))
 
 
 def uniform_map(channels: int, bits: int) -> PrecisionMap:
