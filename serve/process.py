@@ -241,7 +241,8 @@ class ServerProcess:
 
     def _drain(self, timeout: float) -> None:
         self.engine.drain()
-        logger.info("%d requests may go on for %g s", self.engine.num_live, timeout)
+        if self.engine.num_live:
+            logger.info("stopping: %d requests may go on for %g s", self.engine.num_live, timeout)
         self._abort_timer = self._loop.call_later(timeout, self.engine.abort_all, "the server is shutting down")
 
 

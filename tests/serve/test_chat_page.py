@@ -38,7 +38,7 @@ def ask(browser: Browser, text: str) -> None:
 def test_it_streams_and_tells_speed_and_path(browser: Browser, live: LiveServer, tmp_path: Path) -> None:
     browser.open(live.url)
     browser.wait("return document.title === 'fake-model'")
-    assert browser.text("#path") == "fake on cpu, 1024 tokens"
+    assert browser.text("#path") == "cpu: fake; 1024 tokens"
     browser.click("#options-button")
     browser.run("document.getElementById('temperature').value = 0; document.getElementById('max_tokens').value = 60")
     ask(browser, "Hello, <b>model</b>?")
