@@ -29,9 +29,11 @@ GPU_GEN, CPU_GEN = 128, 32
     "bench",
     help="Measure a packed checkpoint, or with --random-weights the shape of an alias or config.json: prefill (pp) and "
     "decode (tg) in tokens per second, beside baselines from the same process. `w4a4 bench kernels` measures every "
-    "operation of a layer instead, and --server URL a running server.",
+    "operation of a layer instead, `w4a4 bench quantize MODEL` the stages of quantising, and --server URL a running "
+    "server.",
 )
-@click.argument("model", metavar="[DIR|ALIAS|CONFIG|kernels]", required=False)
+@click.argument("model", metavar="[DIR|ALIAS|CONFIG|kernels|quantize]", required=False)
+@click.argument("subject", metavar="[MODEL]", required=False)
 @option("--seq", type=click.IntRange(min=1), default=1024, help="Tokens of prompt or context.")
 @option("--gen", type=click.IntRange(min=1), help=f"Tokens generated. Default: {GPU_GEN}, on a CPU {CPU_GEN}.")
 @option("--batch", metavar="N,..,max", help=f"Batch sizes. Default: {GPU_BATCHES}, on a CPU {CPU_BATCHES}.")
@@ -55,6 +57,7 @@ GPU_GEN, CPU_GEN = 128, 32
 def command(
     console: Console,
     model: str | None,
+    subject: str | None,
     seq: int,
     gen: int | None,
     batch: str | None,
@@ -81,6 +84,11 @@ def command(
     from w4a4.cli.scored_model import default_act
     from w4a4.serve.bench.run import BenchSettings
 
+    if model == "quantize":
+        _bench_quantize(console, subject, choose_device(device), seq, output)
+        return
+    if subject is not None:
+        raise UsageError(f"one model at a time: got {model} and {subject}", f"w4a4 bench {model}")
     chosen = choose_device(device, for_kernels=True)
     is_gpu = chosen.type == "cuda"
     if not is_gpu:
@@ -268,6 +276,19 @@ def _bench_kernels(console: Console, device: torch.device, act: Any, repetitions
         console.document("bench-kernels", facts | {"records": [record.to_dict() for record in records]})
     else:
         console.table(COLUMNS, [record.row() for record in records])
+
+
+def _bench_quantize(console: Console, model: str | None, device: torch.device, seq: int, output: str) -> None:
+    from w4a4.cli.bench_quantize import COLUMNS, DEFAULT_MODEL, SAMPLES, measure_quantize, rows
+    from w4a4.serve.bench.environment import environment
+
+    model = model or DEFAULT_MODEL
+    stages = measure_quantize(console, model, "dual", device, SAMPLES, seq, offline=False)
+    if output == "json":
+        facts = environment(device) | {"model": model, "samples": SAMPLES, "seq": seq}
+        console.document("bench-quantize", facts | {"records": [stage.to_dict() for stage in stages]})
+    else:
+        console.table(COLUMNS, rows(stages))
 
 
 def _bench_server(

@@ -76,6 +76,7 @@ def test_csv(invoke: Any, config_file: Path) -> None:
         (("llama3-8b", "--random-weights", "--baseline", "fp4"), 2, "no baseline 'fp4'"),
         (("--server", "http://127.0.0.1:9"), 3, "no server answers"),
         (("--server", "ftp://x"), 2, "not an http URL"),
+        (("llama3-8b", "llama3-70b", "--random-weights"), 2, "one model at a time"),
     ],
 )
 def test_what_cannot_be_measured(invoke: Any, arguments: tuple[str, ...], code: int, words: str) -> None:
@@ -102,3 +103,42 @@ def test_one_path_stands_for_all_layers() -> None:
             return "cublas"
 
     assert kernel_per_op(Model()) == {"down_proj": "bf16, int8", "attention": "kv4", "lm_head": "cublas"}
+
+
+def test_stages_of_quantising(invoke: Any, model_folder: Any) -> None:
+    sizes = {"hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 2, "num_key_value_heads": 1}
+    model = model_folder("llama", tokenizer=True, **sizes)
+    before = {path.name for path in model.iterdir()}
+    result = invoke("bench", "quantize", model, "--seq", "32", "--device", "cpu", "-o", "json")
+    assert result.code == 0, result.err
+    stages = result.document["records"]
+    assert [stage["stage"] for stage in stages] == [
+        "open the source",
+        "read and tokenise the text",
+        "calibrate",
+        "quantise: plan, promotions, first layer",
+        "quantise: 1 further layers",
+        "embedding, head, hashes, publish",
+    ]
+    assert all(stage["seconds"] >= 0 and stage["resident_gib"] > 0 for stage in stages)
+    assert {path.name for path in model.iterdir()} == before
+
+
+def test_operations_of_a_layer(invoke: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from w4a4.configs.architecture import ModelConfig
+    from w4a4.serve.bench import kernels
+
+    shape = kernels.KernelShape("tiny", ModelConfig.from_hf(CONFIG), (1, 5))
+    monkeypatch.setattr(kernels, "shapes_for", lambda device: [shape])
+    monkeypatch.setattr(kernels, "MAX_COPIES", 2)
+    result = invoke("bench", "kernels", "--device", "cpu", "-r", "1", "-o", "json")
+    assert result.code == 0, result.err
+    records = result.document["records"]
+    for tokens in (1, 5):
+        assert [record["op"] for record in records if record["m"] == tokens] == [
+            "qkv", "o", "gate_up", "down", "rmsnorm + quantise", "quantise", "swiglu + quantise",
+        ]  # fmt: skip
+    # q, k and v read 128 channels and have 128 + 64 + 64 rows, in int8 on a CPU
+    assert records[1]["shape"] == "256 x 128" and records[1]["operations"] == 2 * 5 * 256 * 128
+    assert records[1]["bytes"] == 256 * 128 + 5 * (128 + 2 * 256)
+    assert all(record["us"] > 0 for record in records) and "bf16_us" in records[0] and "bf16_us" not in records[-1]
