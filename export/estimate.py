@@ -7,7 +7,9 @@ minutes, not of seconds.
 from __future__ import annotations
 
 import os
+import resource
 import shutil
+import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -97,7 +99,7 @@ def estimate(
         checkpoint_bytes=checkpoint,
         device_memory=RESERVE + layer if on_gpu else 0,
         host_memory=host,
-        gate_memory=RESERVE + (checkpoint if on_gpu else _runtime_bytes(config, layouts) + 3 * table * FLOAT),
+        gate_memory=RESERVE + (checkpoint if on_gpu else _runtime_bytes(config, layouts) + table * (2 * FLOAT + BF16)),
         disk=checkpoint + min(checkpoint, SHARD) + 2 * stream,
         seconds=macs / macs_per_second + _columns(config, recipe, layouts) * COLUMN_SECONDS,
         macs=macs,
@@ -196,21 +198,33 @@ def check_resources(
 
 
 def available_memory(device: torch.device | str = "cpu") -> int:
-    """Free bytes: of the GPU, or of the host within this process's cgroup."""
+    """Free bytes: of the GPU, or of the host within the limits of this process and of its control group."""
     if torch.device(device).type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        for line in meminfo.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                available = int(line.split()[1]) * 1024
-    group = Path("/sys/fs/cgroup")
-    if (group / "memory.max").exists() and (limit := (group / "memory.max").read_text().strip()) != "max":
-        facts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        used = int((group / "memory.current").read_text()) - int(facts["inactive_file"])
-        available = min(available, int(limit) - used)
-    return available
+    if sys.platform != "linux":
+        return available
+    available = 1024 * _table(Path("/proc/meminfo"))["MemAvailable:"]
+    own = _table(Path("/proc/self/status"))
+    for kind, counted in ((resource.RLIMIT_AS, "VmSize:"), (resource.RLIMIT_DATA, "VmData:")):
+        limit = resource.getrlimit(kind)[0]
+        if limit != resource.RLIM_INFINITY:
+            available = min(available, limit - 1024 * own[counted])
+    groups = Path("/sys/fs/cgroup")
+    for limit_file, used_file, cached in (
+        (groups / "memory.max", groups / "memory.current", "inactive_file"),
+        (groups / "memory/memory.limit_in_bytes", groups / "memory/memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        if limit_file.exists() and (limit_text := limit_file.read_text().strip()) != "max":
+            used = int(used_file.read_text()) - _table(limit_file.with_name("memory.stat"))[cached]
+            available = min(available, int(limit_text) - used)
+    return max(0, available)
+
+
+def _table(path: Path) -> dict[str, int]:
+    """The lines "name number ..." of one of the kernel's files."""
+    rows = (line.split() for line in path.read_text().splitlines())
+    return {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdigit()}
 
 
 def _bytes_below(folder: Path) -> int:

@@ -144,10 +144,11 @@ class CausalLM:
             self.layers = [self._layer(checkpoint, index) for index in range(self.config.num_layers)]
         except ops.UnsupportedDeviceError as error:
             raise UnsupportedError(str(error), "run with --device cpu") from error
-        self.embedding = self._float(checkpoint.tensor("model.embed_tokens.weight"))
+        embedding = checkpoint.tensor("model.embed_tokens.weight").to(self.device)
         self.final_norm = self._gain(checkpoint.tensor("model.norm.weight"))
         tied = self.config.tie_word_embeddings
-        self.head = self.embedding if tied else self._float(checkpoint.tensor("lm_head.weight"))
+        self.head = self._float(embedding if tied else checkpoint.tensor("lm_head.weight"))
+        self.embedding = self.head if tied else embedding  # as stored: rows are widened when they are looked up
         self.attention = PagedAttention(self.config, self.kv_layout(), self.use_qk_hadamard, self.device)
 
     def _float(self, tensor: Tensor) -> Tensor:
@@ -218,7 +219,7 @@ class CausalLM:
         """Run int64 [T] new tokens of a batch, writing their K and V: final normed hidden states [T, H]."""
         config = self.config
         step = self.attention.begin(batch)
-        residual = self.embedding[input_ids]
+        residual = self.embedding[input_ids].to(self.dtype)
         update: Tensor | None = None
         for layer, pages in zip(self.layers, cache.pages, strict=True):
             residual, activation = self.ops.rmsnorm_quantize(
