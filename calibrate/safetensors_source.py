@@ -42,6 +42,7 @@ FLOATS: Final = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float1
 _SIDE_SUFFIXES: Final = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 _SIDE_NAMES: Final = ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY")
 _MAX_SIDE_BYTES: Final = 64 * 2**20
+_SAMPLE_BYTES: Final = 4096  # of each tensor, that the identity of a folder takes in
 
 
 @dataclass(frozen=True)
@@ -80,8 +81,13 @@ class SafetensorsSource:
 
     @cached_property
     def identity(self) -> SourceIdentity:
-        digest = hashlib.sha256((self._folder / "config.json").read_bytes()).hexdigest()
-        return SourceIdentity(self._name, self._kind, self._folder, self._revision, digest)
+        digest = hashlib.sha256((self._folder / "config.json").read_bytes())
+        for name, stored in sorted(self._tensors.items()):
+            digest.update(name.encode())
+            with stored.file.open("rb", buffering=0) as file:
+                file.seek((stored.begin + stored.end) // 2)
+                digest.update(file.read(min(_SAMPLE_BYTES, stored.end - file.tell())))
+        return SourceIdentity(self._name, self._kind, self._folder, self._revision, digest.hexdigest())
 
     @cached_property
     def side_files(self) -> tuple[Path, ...]:

@@ -30,7 +30,7 @@ class SourceIdentity:
     kind: SourceKind
     path: Path
     revision: str | None  # hub commit
-    sha256: str | None  # of the GGUF file's first part, else of config.json
+    sha256: str | None  # of the GGUF file's first part, else of config.json and a piece of every tensor
 
 
 class Source(Protocol):

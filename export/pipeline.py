@@ -102,13 +102,21 @@ def quantize(
         folder = writer.assemble(run.hf_config(), run.quantization_config(), recipe.to_yaml(), source.side_files)
         quality = callbacks.quality(folder) if callbacks.quality else None
         summary = summarize_checkpoint(open_checkpoint(folder)).to_json()
+        identity_of_source = asdict(source.identity)
+        del identity_of_source["path"]
+        name, calibration = _without_folder(source.identity.name), asdict(stats.run)
         extras = {
-            "source": {key: value for key, value in asdict(source.identity).items() if key != "path"},
-            "calibration": asdict(stats.run),
+            "source": identity_of_source | {"name": name},
+            "calibration": calibration | {"model": _without_folder(stats.run.model)},
             "quality": {"evaluation": quality, "layer_errors": run.layer_errors()},
         }
-        card = model_card(source.identity.name, recipe, asdict(stats.run), summary, quality)
-        return writer.publish(extras, card)
+        return writer.publish(extras, model_card(name, recipe, calibration, summary, quality))
+
+
+def _without_folder(name: str) -> str:
+    """A model's name for others: of a path the last part, for a checkpoint tells nothing of the machine it is from."""
+    path = Path(name).expanduser()
+    return path.resolve().name if path.is_absolute() or path.exists() else name
 
 
 def _check_statistics(source: Source, stats: CalibrationStats) -> None:

@@ -268,11 +268,13 @@ def test_manifest_and_card(source: Source, stats: CalibrationStats, tmp_path: Pa
     reports: list[LayerReport] = []
     output = quantize(source, stats, DUAL, tmp_path / "out", callbacks=Callbacks(reports.append))
     manifest = json.loads((output / "w4a4_manifest.json").read_text())
+    assert source.identity.name == str(source.identity.path)
+    name = source.identity.path.name
     assert manifest["source"] == {
-        "name": source.identity.name, "kind": "folder", "revision": None, "sha256": source.identity.sha256,
+        "name": name, "kind": "folder", "revision": None, "sha256": source.identity.sha256,
     }  # fmt: skip
     assert manifest["calibration"] == {
-        "model": source.identity.name, "model_sha256": source.identity.sha256, "text": "words", "samples": 3,
+        "model": name, "model_sha256": source.identity.sha256, "text": "words", "samples": 3,
         "seq": 32, "seed": 0, "token_sha256": "hash of the tokens",
     }  # fmt: skip
     assert manifest["quality"]["evaluation"] is None
@@ -283,11 +285,30 @@ def test_manifest_and_card(source: Source, stats: CalibrationStats, tmp_path: Pa
         for name, value in report.errors.items():
             assert 0 < value < 0.2
             assert errors[name][report.layer] == pytest.approx(value, abs=1e-6)
+    for path in output.iterdir():
+        assert str(source.identity.path.parent).encode() not in path.read_bytes()
     summary = summarize_checkpoint(open_checkpoint(output))
     card = (output / "README.md").read_text()
     assert f"| average weight bits (linears) | {summary.weight_bits:.3f} |" in card
     assert f"| share of MACs with 4-bit activations | {100 * summary.mac_share_4bit:.1f} % |" in card
     assert "words, 3 x 32 tokens, seed 0" in card
+
+
+@pytest.mark.parametrize(
+    ("typed", "public"),
+    [
+        ("org/model@0123abc", "org/model@0123abc"),
+        ("smollm2-135m", "smollm2-135m"),
+        ("/home/someone/models/tiny-1b/", "tiny-1b"),
+        ("/home/someone/tiny.Q4_1.gguf", "tiny.Q4_1.gguf"),
+        ("tests", "tests"),
+        (".", "somewhere"),
+    ],
+)
+def test_a_name_for_others(typed: str, public: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "somewhere" / "tests").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "somewhere")
+    assert pipeline._without_folder(typed) == public
 
 
 def test_promotions_are_reported_and_stored_within_the_budget(
