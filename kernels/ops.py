@@ -2,7 +2,8 @@
 
 `prepare_linear` and `fuse_linears` turn a stored linear into what a device computes with; the functions after them run
 it. Which code runs is decided by the device in `backend_of` and nowhere else, and `path_of` says what it was. Each
-tensor-level primitive is a PyTorch custom operator (`torch.ops.w4a4.*`) with a fake, for torch.compile and CUDA graphs.
+tensor-level primitive is a PyTorch custom operator (`torch.ops.w4a4.*`) with a fake, which torch.compile sees; eager
+calls go to the device's code directly, because an operator call costs tens of microseconds of a processor's time.
 
     quantized = quantize_activation(x, linear)                                            # attention output
     hidden, quantized = rmsnorm_quantize(x, residual, norm_weight, eps, linear)           # block input
@@ -236,6 +237,9 @@ def _check_stored(
 def quantize_activation(x: Tensor, linear: RuntimeLinear) -> QuantizedActivation:
     """Quantise x [T, K] (float32, bf16 or fp16) as `linear` wants it; codes and scales in the device's layout."""
     _check_activation("x", x, linear.layout.in_features, linear)
+    if not torch.compiler.is_compiling():
+        eager: QuantizedActivation = backend_of(x.device).quantize(x, linear.layout, linear.perm)
+        return eager
     geometry, clip = _encoded(linear.layout)
     return _activation(_quantize(x, linear.perm, geometry, clip), linear.layout)
 
@@ -259,6 +263,12 @@ def rmsnorm_quantize(
         got, expected = (weight.dtype, tuple(weight.shape), weight.device), (x.dtype, (width,), x.device)
         if got != expected:
             raise ValueError("norm weight must be {} {} on {}, got {} {} on {}".format(*expected, *got))
+    if not torch.compiler.is_compiling():
+        backend = backend_of(x.device)
+        eager: tuple[Tensor, QuantizedActivation] = backend.rmsnorm_quantize(
+            x, residual, weight, eps, linear.layout, linear.perm
+        )
+        return eager
     geometry, clip = _encoded(linear.layout)
     hidden, *quantized = _rmsnorm_quantize(x, residual, weight, eps, linear.perm, geometry, clip)
     return (x if residual is None else hidden), _activation(quantized, linear.layout)
@@ -267,6 +277,9 @@ def rmsnorm_quantize(
 def silu_mul_quantize(gate_up: Tensor, linear: RuntimeLinear) -> QuantizedActivation:
     """silu(gate) * up of gate_up [T, 2K] = [gate | up], then quantise for `linear` (the down projection)."""
     _check_activation("gate_up", gate_up, 2 * linear.layout.in_features, linear)
+    if not torch.compiler.is_compiling():
+        eager: QuantizedActivation = backend_of(gate_up.device).silu_mul_quantize(gate_up, linear.layout, linear.perm)
+        return eager
     geometry, clip = _encoded(linear.layout)
     return _activation(_silu_mul_quantize(gate_up, linear.perm, geometry, clip), linear.layout)
 
@@ -291,8 +304,14 @@ def linear_forward(activation: QuantizedActivation, linear: RuntimeLinear) -> Te
     rest = activation.unquantized
     if (0 if rest is None else rest.shape[1]) != kept:
         raise ValueError(f"unquantized must be [T, {kept}], got {None if rest is None else tuple(rest.shape)}")
+    y: Tensor
+    if not torch.compiler.is_compiling():
+        y = backend_of(codes.device).linear(
+            activation, linear.weights, linear.weight_scales, linear.row_sums, linear.bias, layout
+        )
+        return y
     geometry, _ = _encoded(layout)
-    y: Tensor = _linear(
+    y = _linear(
         codes,
         activation.scales,
         activation.zeros,
