@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -74,24 +74,22 @@ def gemm(codes: Tensor, scales: Tensor, linear: PrepackedLinear, out: Tensor | N
 
 def run(codes: Tensor, scales: Tensor, linear: PrepackedLinear, out: Tensor, plan: Plan) -> None:
     """`gemm` with a given plan and operands that were checked."""
-    variant = plan.variant
-    launch = schedule(linear, codes.shape[0], plan, _multiprocessors(codes.device.index))
+    device = codes.device.index
+    launch = schedule(linear.blocks, linear.words.shape[0], codes.shape[0], plan, _multiprocessors(device))
     segments = linear.layout.segments
-    steps = [-(-blocks // variant.step_blocks(i)) for i, blocks in enumerate(linear.blocks)]
-    kernel = _kernel(variant)
-    kernel(
+    _kernel(plan.variant)(
         codes,
         scales.view(-1),
         linear.words,
         linear.rows.view(-1),
         out,
-        _workspace(codes.device.index, launch.partial_words),
+        _workspace(device, launch.partial_words),
         launch.clusters,
         launch.whole_tiles,
         min(plan.token_group, launch.token_tiles),
         segments[0].width if len(segments) == 2 else 0,
-        steps[0],
-        steps[1] if len(steps) == 2 else 0,
+        launch.steps[0],
+        launch.steps[1] if len(segments) == 2 else 0,
     )
 
 
@@ -102,26 +100,31 @@ class Launch:
     clusters: int
     token_tiles: int
     whole_tiles: int
+    steps: tuple[int, ...]  # of each segment
     partial_words: int
 
 
-def schedule(linear: PrepackedLinear, tokens: int, plan: Plan, multiprocessors: int) -> Launch:
-    """Cut a product into tiles and share them out; see the module docstring of `gemm_sm90_kernel`."""
+@lru_cache(maxsize=65536)
+def schedule(blocks: tuple[int, ...], row_blocks: int, tokens: int, plan: Plan, multiprocessors: int) -> Launch:
+    """Cut a product into tiles and share them out; see the module docstring of `gemm_sm90_kernel`.
+
+    `blocks` are the 128-column blocks of each segment, `row_blocks` the blocks of 64 rows.
+    """
     variant = plan.variant
     token_tiles = -(-tokens // variant.tokens)
-    tiles = token_tiles * -(-linear.words.shape[0] // (variant.row_blocks * variant.cluster))
-    steps = sum(-(-blocks // variant.step_blocks(i)) for i, blocks in enumerate(linear.blocks))
-    clusters = multiprocessors // variant.cluster * plan.residents
+    tiles = token_tiles * -(-row_blocks // (variant.row_blocks * variant.cluster))
+    steps = tuple(-(-count // variant.step_blocks(i)) for i, count in enumerate(blocks))
+    clusters = multiprocessors // variant.cluster
     if plan.share == "none":
         whole = tiles
         clusters = min(clusters, tiles)
     elif plan.share == "rest":
         whole = tiles // clusters * clusters
         if whole == 0:
-            clusters = min(clusters, tiles * steps)
+            clusters = min(clusters, tiles * sum(steps))
     else:
         whole = 0
-        clusters = min(clusters, tiles * steps)
+        clusters = min(clusters, tiles * sum(steps))
     shared = tiles - whole
     if shared and not variant.shares_tiles:
         raise ValueError(f"{variant.name} was not made to share tiles")
@@ -129,6 +132,7 @@ def schedule(linear: PrepackedLinear, tokens: int, plan: Plan, multiprocessors: 
         clusters=clusters,
         token_tiles=token_tiles,
         whole_tiles=whole,
+        steps=steps,
         partial_words=clusters * variant.cluster * variant.warpgroups * variant.partial_words * 128 if shared else 0,
     )
 

@@ -1,13 +1,13 @@
 """The W4Ax GEMM as a CuTe DSL kernel for Hopper: y = scales (codes . weights) + bias, int32 inside, bf16 out.
 
-Operands are swapped: weights are wgmma's A, read from registers after unpacking, and tokens are its N, so one class covers
-decode (8 tokens) and prefill (256) and an odd batch costs only padding. One warp copies (TMA for activations, bulk copies
-for the prepacked weights of `prepack_sm90`), the other warpgroups unpack and multiply, each owning 64 rows at a time.
+Operands are swapped: weights are wgmma's A, read from registers after unpacking, and tokens are its N, so one class
+covers decode (8 tokens) and prefill (256) and an odd batch costs only padding. One warp copies (TMA for activations,
+bulk copies for the prepacked weights of `prepack_sm90`), the warpgroups unpack and multiply, each 64 rows at a time.
 
 Work: the grid is persistent. A tile is rows x tokens over all of K. The first `whole_tiles` tiles go round robin to the
-clusters; what is left is cut, over tiles and K, into equal runs of K steps, one run per cluster (stream-K). Clusters that
-share a tile hand their int32 sums to the one that has its first step: integers, so the result is bit-identical in every
-run. That cluster waits for the others, so all clusters of a launch must be resident together: the host sees to it.
+clusters; what is left is cut, over tiles and K, into equal runs of K steps, one run per cluster (stream-K). Clusters
+that share a tile hand their int32 sums to the one that has its first step: integers, so the result is bit-identical in
+every run. That cluster waits for the others, so all clusters of a launch must fit on the GPU: the host sees to it.
 
 Two segments keep two accumulators and meet in the epilogue in float32, each with its own pair of scales. Where these do
 not fit in registers (`packs_first`) the first segment's sums wait as float16, exact up to 2**11, else to 2**-12.
@@ -113,7 +113,7 @@ class GemmKernel:
             second_steps,
         ).launch(
             grid=[num_clusters * v.cluster, 1, 1],
-            block=[128 + 128 * v.warpgroups, 1, 1],
+            block=[v.threads, 1, 1],
             cluster=[v.cluster, 1, 1],
             stream=stream,
             min_blocks_per_mp=1,
@@ -171,13 +171,13 @@ class GemmKernel:
         x_smem = storage.x.get_tensor(x_layout.outer, swizzle=x_layout.inner)
         words_smem = storage.words.data_ptr()
 
-        if group == 0:
+        if group == v.warpgroups:
             if cutlass.const_expr(v.moves_registers):
                 cute.arch.setmaxregister_decrease(v.producer_registers)
-            if warp == 0:
+            if warp == 4 * v.warpgroups:
                 token_tiles, row_tiles, steps, run, num_items = self.extent(
-                    cute.size(y_tma, mode=[0]), cute.size(words, mode=[0]), first_steps + second_steps, whole_tiles, cluster,
-                    num_clusters,
+                    cute.size(y_tma, mode=[0]), cute.size(words, mode=[0]), first_steps + second_steps, whole_tiles,
+                    cluster, num_clusters,
                 )  # fmt: skip
                 x_first = cute.local_tile(x_tma, (v.tokens, K_BLOCK), (None, None))
                 x_second = cute.local_tile(
@@ -249,12 +249,12 @@ class GemmKernel:
             if cutlass.const_expr(v.overlap_launch):
                 cute.arch.griddepcontrol_wait()
             token_tiles, row_tiles, steps, run, num_items = self.extent(
-                cute.size(y_tma, mode=[0]), cute.size(words, mode=[0]), first_steps + second_steps, whole_tiles, cluster,
-                num_clusters,
+                cute.size(y_tma, mode=[0]), cute.size(words, mode=[0]), first_steps + second_steps, whole_tiles,
+                cluster, num_clusters,
             )  # fmt: skip
-            consumer = group - 1
+            consumer = group
             lane = thread % 128
-            slice_mma = tiled_mma.get_slice(thread - 128)
+            slice_mma = tiled_mma.get_slice(thread)
             b_fragment = tiled_mma.make_fragment_B(slice_mma.partition_B(x_smem))
             shape_a = tiled_mma.partition_shape_A((64 * v.row_blocks, K_BLOCK))
             shape_c = tiled_mma.partition_shape_C((64 * v.row_blocks, v.tokens))
@@ -266,7 +266,8 @@ class GemmKernel:
             elif cutlass.const_expr(v.segments == 2):
                 accumulators = [accumulators[0], tiled_mma.make_fragment_C(shape_c)]
             fragments = [
-                [tiled_mma.make_fragment_A(shape_a) for _ in range(v.x_blocks)] for _ in range(2 if v.looks_ahead else 1)
+                [tiled_mma.make_fragment_A(shape_a) for _ in range(v.x_blocks)]
+                for _ in range(2 if v.looks_ahead else 1)
             ]
             tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
             all_scales = storage.token_scales.get_tensor(
@@ -309,9 +310,8 @@ class GemmKernel:
                 if cutlass.const_expr(v.shares_tiles):
                     if stop - start < steps:
                         is_complete = self.meet(
-                            accumulators, partials, tile - whole_tiles, start, stop, first_steps,
-                            (token_tiles * row_tiles - whole_tiles) * steps, steps,
-                            cluster, num_clusters, rank, consumer, lane,
+                            accumulators, partials, (tile - whole_tiles) * steps, start, stop, first_steps, steps,
+                            run, cluster, rank, consumer, lane,
                         )  # fmt: skip
                 if is_complete == 1:
                     self.store(
@@ -330,40 +330,45 @@ class GemmKernel:
         v = self.variant
         token_tiles = cute.ceil_div(tokens, v.tokens)
         row_tiles = cute.ceil_div(row_blocks, v.row_blocks * v.cluster)
-        run = (Int32(0), Int32(0), Int32(0))
+        run = (Int32(0),) * 6
         num_items = (whole_tiles - cluster + num_clusters - 1) // num_clusters
         if cutlass.const_expr(v.shares_tiles):
             shared_steps = (token_tiles * row_tiles - whole_tiles) * steps
-            run_start = shared_steps * cluster // num_clusters
-            run_stop = shared_steps * (cluster + 1) // num_clusters
+            length = shared_steps // num_clusters
+            longer = shared_steps - length * num_clusters
+            start = self.run_start(cluster, length, longer)
+            stop = self.run_start(cluster + 1, length, longer)
+            first_tile = start // steps
             num_shared = Int32(0)
-            if run_stop > run_start:
-                num_shared = (run_stop - 1) // steps - run_start // steps + 1
-            run = (run_start, run_stop, num_shared)
+            if stop > start:
+                num_shared = (stop - 1) // steps - first_tile + 1
             num_items += num_shared
+            run = (start, stop, first_tile, num_shared, length, longer)
         return token_tiles, row_tiles, steps, run, num_items
+
+    @cute.jit
+    def run_start(self, cluster: Int32, length: Int32, longer: Int32):  # type: ignore[no-untyped-def]
+        """First shared step of a cluster: runs have `length` steps, the first `longer` of them one more."""
+        return cluster * length + cutlass.min(cluster, longer)
 
     @cute.jit
     def work(
         self,
         item: Int32,
-        run: tuple[Int32, Int32, Int32],
+        run: tuple[Int32, ...],
         steps: Int32,
         whole_tiles: Int32,
         cluster: Int32,
         num_clusters: Int32,
     ):  # type: ignore[no-untyped-def]
-        """The item-th piece of this cluster's work: tile, first step, step after the last.
-
-        `run` is its run of shared steps and the number of tiles that these touch.
-        """
+        """The item-th piece of this cluster's work: tile, first step, step after the last. Shared tiles come first."""
         start = Int32(0)
         stop = steps
         if cutlass.const_expr(self.variant.shares_tiles):
-            run_start, run_stop, num_shared = run
+            run_start, run_stop, first_tile, num_shared, _, _ = run
             tile = cluster + (item - num_shared) * num_clusters
             if item < num_shared:
-                shared = run_start // steps + item
+                shared = first_tile + item
                 start = cutlass.max(run_start - shared * steps, 0)
                 stop = cutlass.min(run_stop - shared * steps, steps)
                 tile = whole_tiles + shared
@@ -374,11 +379,17 @@ class GemmKernel:
     @cute.jit
     def place(self, tile: Int32, token_group: Int32, token_tiles: Int32, row_tiles: Int32):  # type: ignore[no-untyped-def]
         """Token and row tile of a tile: `token_group` token tiles side by side, then down the rows."""
-        per_group = token_group * row_tiles
-        first = tile // per_group * token_group
-        size = cutlass.min(token_tiles - first, token_group)
-        rest = tile % per_group
-        return first + rest % size, rest // size
+        token_tile = Int32(0)
+        row_tile = tile
+        if token_tiles > 1:
+            per_group = token_group * row_tiles
+            group = tile // per_group
+            first = group * token_group
+            size = cutlass.min(token_tiles - first, token_group)
+            rest = tile - group * per_group
+            row_tile = rest // size
+            token_tile = first + rest - row_tile * size
+        return token_tile, row_tile
 
     @cute.jit
     def advance(self, stage: Int32, phase: Int32):  # type: ignore[no-untyped-def]
@@ -403,7 +414,7 @@ class GemmKernel:
         step: Int32,
         first_steps: Int32,
     ) -> None:
-        """Announce one K step and copy its weights: contiguous for 64 rows, so a bulk copy each, issued by one thread."""
+        """Announce one K step and copy its weights: contiguous for 64 rows, so one bulk copy for each block."""
         v = self.variant
         offset, count, expected = self.locate(step, first_steps)
         barrier = (full + stage).toint().to(Int32)
@@ -534,7 +545,15 @@ class GemmKernel:
                 for parity in cutlass.range_constexpr(2):
                     cute.arch.mbarrier_wait(full + stage, phase)
                     self.step(
-                        segment, tiled_mma, fragments[parity], b_fragment, accumulator, words_smem, stage, consumer, lane
+                        segment,
+                        tiled_mma,
+                        fragments[parity],
+                        b_fragment,
+                        accumulator,
+                        words_smem,
+                        stage,
+                        consumer,
+                        lane,
                     )
                     warpgroup.wait_group(1)
                     if previous >= 0:
@@ -543,9 +562,7 @@ class GemmKernel:
                     stage, phase = self.advance(stage, phase)
             if count % 2 == 1:
                 cute.arch.mbarrier_wait(full + stage, phase)
-                self.step(
-                    segment, tiled_mma, fragments[0], b_fragment, accumulator, words_smem, stage, consumer, lane
-                )
+                self.step(segment, tiled_mma, fragments[0], b_fragment, accumulator, words_smem, stage, consumer, lane)
                 warpgroup.wait_group(1)
                 if previous >= 0:
                     self.release(empty + previous, lane)
@@ -557,9 +574,7 @@ class GemmKernel:
         else:
             for _ in cutlass.range(count, unroll=1):
                 cute.arch.mbarrier_wait(full + stage, phase)
-                self.step(
-                    segment, tiled_mma, fragments[0], b_fragment, accumulator, words_smem, stage, consumer, lane
-                )
+                self.step(segment, tiled_mma, fragments[0], b_fragment, accumulator, words_smem, stage, consumer, lane)
                 warpgroup.wait_group(0)
                 self.release(empty + stage, lane)
                 stage, phase = self.advance(stage, phase)
@@ -624,24 +639,23 @@ class GemmKernel:
         self,
         accumulators: cutlass.Constexpr,
         partials: cute.Tensor,
-        shared_tile: Int32,
+        tile_start: Int32,
         start: Int32,
         stop: Int32,
         first_steps: Int32,
-        shared_steps: Int32,
         steps: Int32,
+        run: tuple[Int32, ...],
         cluster: Int32,
-        num_clusters: Int32,
         rank: Int32,
         consumer: Int32,
         lane: Int32,
     ):  # type: ignore[no-untyped-def]
-        """Join the sums of a shared tile: returns 1 to the cluster that has its first step and now all sums, 0 to the others.
+        """Join the sums of a shared tile; 1 for the cluster that has its first step and now all sums, 0 for the others.
 
-        Cluster c has the shared steps from shared_steps * c // num_clusters on, so who has the rest of a tile is known,
-        and a cluster begins at most once inside a tile: one slot each. A thread reads exactly the words that its
-        counterpart wrote, and a word says by itself whether it is there, so neither fences nor counters are needed. The
-        others began their part of the tile before this cluster did, and all are resident: nobody waits for long.
+        Which cluster has which shared steps is known (`run_start`), and a cluster begins at most once inside a tile:
+        one slot each. A thread reads exactly the words that its counterpart wrote, and a word says by itself whether it
+        is there, so neither fences nor counters are needed. Nobody waits in a circle: who waits holds a tile's first
+        step, who is waited for a later one.
         """
         v = self.variant
         is_owner = Int32(0)
@@ -652,15 +666,17 @@ class GemmKernel:
                     self.hand_over(accumulators[segment], mine + segment * v.segment_slot_bytes)
         else:
             is_owner = Int32(1)
-            tile_start = shared_tile * steps
-            last = ((tile_start + steps) * num_clusters - 1) // shared_steps
-            for other in cutlass.range(cluster + 1, last + 1, unroll=1):
+            _, run_stop, _, _, length, longer = run
+            other = cluster + 1
+            their_start = run_stop - tile_start
+            while their_start < steps:
+                their_stop = cutlass.min(self.run_start(other + 1, length, longer) - tile_start, steps)
                 theirs = self.slot(partials, other, rank, consumer, lane)
-                their_start = shared_steps * other // num_clusters - tile_start
-                their_stop = cutlass.min(shared_steps * (other + 1) // num_clusters - tile_start, steps)
                 for segment in cutlass.range_constexpr(v.segments):
                     if self.touches(segment, their_start, their_stop, first_steps):
                         self.take_over(accumulators[segment], theirs + segment * v.segment_slot_bytes)
+                their_start = their_stop
+                other += 1
         return is_owner
 
     @cute.jit
@@ -739,12 +755,12 @@ class GemmKernel:
         consumer: Int32,
         lane: Int32,
     ) -> None:
-        """Scale, round to bf16, transpose through shared memory, and let TMA store while the next tile is multiplied."""
+        """Scale, round, transpose through shared memory, and let TMA store while the next tile is multiplied."""
         v = self.variant
         warp = lane // 32
         quad_row = lane % 32 // 4
         quad = lane % 4
-        # stmatrix: lane l addresses row l % 8 of matrix l / 8; matrices are (rows 0-7 | rows 8-15) x (8 tokens | 8 tokens)
+        # stmatrix: lane l addresses row l % 8 of matrix l / 8; matrices are (rows 0-7 | rows 8-15) x (8 | 8 tokens)
         matrix = lane % 32 // 8
         chunk = (warp * 2 + matrix % 2) ^ (lane % 8)
         address = y_base.to(Int32) + (matrix // 2 * 8 + lane % 8) * 128 + chunk * 16
@@ -834,9 +850,13 @@ def compile_kernel(variant: Variant) -> Any:
         GemmKernel(variant),
         make_fake_compact_tensor(Int8, (tokens, columns), stride_order=(1, 0), assumed_align=16),
         make_fake_compact_tensor(Float32, (cute.sym_int(),), assumed_align=4),
-        make_fake_compact_tensor(Int32, (rows_64, cute.sym_int(divisibility=512)), stride_order=(1, 0), assumed_align=16),
+        make_fake_compact_tensor(
+            Int32, (rows_64, cute.sym_int(divisibility=512)), stride_order=(1, 0), assumed_align=16
+        ),
         make_fake_compact_tensor(Float32, (cute.sym_int(),), assumed_align=16),
-        make_fake_compact_tensor(BFloat16, (tokens, cute.sym_int(divisibility=8)), stride_order=(1, 0), assumed_align=16),
+        make_fake_compact_tensor(
+            BFloat16, (tokens, cute.sym_int(divisibility=8)), stride_order=(1, 0), assumed_align=16
+        ),
         make_fake_compact_tensor(Int32, (cute.sym_int(),), assumed_align=16),
         Int32(1),
         Int32(0),

@@ -7,6 +7,7 @@ from typing import Literal
 
 MAX_SHARED_BYTES = 232_448  # of one block on sm_90
 
+
 @dataclass(frozen=True)
 class Variant:
     """What is fixed when the kernel is compiled. `gemm_sm90_kernel` explains the words.
@@ -25,7 +26,7 @@ class Variant:
     packs_first:        keep the first segment's sums as float16 while the second is multiplied, so that a tile of 256
                         tokens fits in registers
     shares_tiles:       several clusters may work on one tile along K
-    l2_steps:           K steps of weights, beyond the pipeline, that are brought into L2 before the previous kernel ends
+    l2_steps:           K steps of weights, beyond the pipeline, fetched into L2 before the previous kernel ends
     """
 
     weight_bits: tuple[int, ...]
@@ -44,10 +45,10 @@ class Variant:
     l2_steps: int = 0
 
     def __post_init__(self) -> None:
-        if self.shared_bytes > MAX_SHARED_BYTES:
-            raise ValueError(f"{self.name} needs {self.shared_bytes} bytes of shared memory of {MAX_SHARED_BYTES}")
         if self.row_blocks % self.warpgroups or self.tokens % 8 or not 8 <= self.tokens <= 256:
             raise ValueError(f"{self.name} is no tile")
+        if self.shared_bytes > MAX_SHARED_BYTES:
+            raise ValueError(f"{self.name} needs {self.shared_bytes} bytes of shared memory of {MAX_SHARED_BYTES}")
         if self.packs_first and self.segments != 2:
             raise ValueError(f"{self.name} has no second segment")
         if self.packs_first and self.shares_tiles:
@@ -59,11 +60,18 @@ class Variant:
         bits = "".join(map(str, self.weight_bits))
         flags = ("p" if self.overlap_launch else "") + ("o" if self.weights_once else "")
         flags += f"l{self.l2_steps}" if self.l2_steps else ""
-        flags += ("a" if self.looks_ahead else "") + ("h" if self.packs_first else "") + ("k" if self.shares_tiles else "")
+        flags += (
+            ("a" if self.looks_ahead else "") + ("h" if self.packs_first else "") + ("k" if self.shares_tiles else "")
+        )
         return (
             f"gemm-w{bits}-t{self.tokens}-r{self.row_blocks}-g{self.warpgroups}-s{self.stages}-b{self.int4_blocks}"
             f"-c{self.cluster}-e{self.store_buffers}{flags}"
         )
+
+    @property
+    def threads(self) -> int:
+        """Registers can only be given away by a whole warpgroup; else one warp is enough to copy."""
+        return 128 * self.warpgroups + (128 if self.moves_registers else 32)
 
     @property
     def segments(self) -> int:
@@ -155,10 +163,8 @@ class Plan:
     token_group:  token tiles that are computed side by side before the next weight rows (locality in L2)
     share:        which tiles several clusters work on together along K: "none", "rest" (those that do not fill the GPU
                   in whole rounds) or "all"
-    residents:    clusters per multiprocessor, times the cluster's size; 2 where two blocks fit
     """
 
     variant: Variant
     token_group: int = 1
     share: Literal["none", "rest", "all"] = "none"
-    residents: int = 1

@@ -114,7 +114,7 @@ def test_every_way_to_share_tiles_gives_the_same_bits(name: str, tokens: int, sh
     case = make_case(LAYOUTS[name], tokens, 8192)
     bits = case.linear.weight_bits
     variant = choose(bits, 8192, 512, min(tokens, 100)).variant
-    variant = dataclasses.replace(variant, cluster=cluster)
+    variant = dataclasses.replace(variant, cluster=cluster, shares_tiles=True)
     expected = torch.empty(tokens, 8192, dtype=torch.bfloat16, device="cuda")
     run(case.codes, case.scales, case.linear, expected, Plan(variant))
     check(expected, case)
