@@ -170,11 +170,12 @@ def prepare_qk(
     k_mean [Hkv, D] is the mean of rotated keys; taking it off moves all scores of a query alike, so softmax does not
     change. The Hadamard matrix is orthogonal, so q·k does not change either. In float32, whatever the inputs' dtype.
     """
-    q, k = apply_rope(q.float(), cos, sin), apply_rope(k.float(), cos, sin)
+    counts = [q.shape[-2], k.shape[-2]]
+    q, k = torch.split(apply_rope(torch.cat((q.float(), k.float()), -2), cos, sin), counts, dim=-2)
     if k_mean is not None:
         k = k - k_mean.float()
     if use_hadamard:
-        q, k = block_hadamard(q, q.shape[-1]), block_hadamard(k, k.shape[-1])
+        q, k = torch.split(block_hadamard(torch.cat((q, k), -2), q.shape[-1]), counts, dim=-2)
     return q, k
 
 

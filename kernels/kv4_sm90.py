@@ -257,13 +257,16 @@ def attention(
     """`kv4.kv_attention` on a Hopper GPU. Steps of one query row a sequence never wait for the device."""
     if q.shape[0] == batch.block_tables.shape[0]:
         return _decode(q.contiguous(), pages, batch, layout, scale, window)
-    output = torch.zeros_like(q)
     starts, lengths = batch.on_host
+    chunks = list(equal_chunks(starts, lengths))
+    if chunks == [(0, len(lengths))]:  # nothing but prompts of one shape
+        return kv4_prefill(q, pages, batch, 0, lengths[0], layout, scale, window, len(lengths))
+    output = torch.zeros_like(q)
     single = [b for b, length in enumerate(lengths) if starts[b + 1] - starts[b] == 1 and length]
     if single:
         rows, decodes = batch.decodes(single)
         output[rows] = _decode(q[rows], pages, decodes, layout, scale, window)
-    for first, count in equal_chunks(starts, lengths):
+    for first, count in chunks:
         chunk = slice(starts[first], starts[first + count])
         output[chunk] = kv4_prefill(q[chunk], pages, batch, first, lengths[first], layout, scale, window, count)
     return output
