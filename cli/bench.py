@@ -96,7 +96,7 @@ def command(
 
         console.say(CPU_NOTE)
     if model == "kernels":
-        _bench_kernels(console, chosen, default_act(act, chosen), repetitions, output)
+        _bench_kernels(console, chosen, default_act(act, chosen), repetitions, output, plot)
         return
     settings = BenchSettings(
         seq=seq,
@@ -263,7 +263,9 @@ def header_lines(facts: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _bench_kernels(console: Console, device: torch.device, act: Any, repetitions: int | None, output: str) -> None:
+def _bench_kernels(
+    console: Console, device: torch.device, act: Any, repetitions: int | None, output: str, plot: Path | None
+) -> None:
     from w4a4.serve.bench.environment import environment
     from w4a4.serve.bench.kernels import COLUMNS, measure_kernels, shapes_for
 
@@ -271,6 +273,13 @@ def _bench_kernels(console: Console, device: torch.device, act: Any, repetitions
     for record in measure_kernels(shapes_for(device), device, act, repetitions or 5):
         records.append(record)
         console.say(f"{record.op} {record.shape} M={record.tokens}: {record.microseconds:.1f} us")
+    if plot is not None:
+        from w4a4.serve.bench.plots import write_roofline
+        from w4a4.serve.bench.roofline import limits_of
+
+        name = environment(device).get("gpu", "")
+        for path in write_roofline(plot, records, limits_of(name)):
+            console.say(f"wrote {path}")
     if output == "json":
         facts = environment(device)
         console.document("bench-kernels", facts | {"records": [record.to_dict() for record in records]})

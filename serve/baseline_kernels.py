@@ -1,7 +1,8 @@
 """Element-wise kernels of the baselines, in Triton: fused as anybody would fuse them, so that the baselines are fair.
 
 Rows are tokens. Where `QUANTIZES`, the result is float8 e4m3 with one scale per row (absmax / 448), what
-`torch._scaled_mm` takes; else bf16. Arithmetic is float32.
+`torch._scaled_mm` takes, which wants a multiple of 16 rows: those beyond the tokens are there and hold nothing. Else
+the result is bf16. Arithmetic is float32.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-FP8_MAX = 448.0
+ROW_MULTIPLE = 16  # of the rows of a float8 product: cuBLASLt refuses others
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -67,7 +68,10 @@ def _quantize_row(x, out, scales, width, BLOCK: tl.constexpr):  # type: ignore[n
 def rmsnorm(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, is_fp8: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """x bf16 [T, K] + residual, RMSNorm: (sum bf16 [T, K], result [T, K], scales f32 [T, 1], unused in bf16)."""
+    """x bf16 [T, K] + residual, RMSNorm: (sum bf16 [T, K], result, scales).
+
+    Result: bf16 [T, K], or float8 [T rounded up to 16, K] with scales f32 of as many rows.
+    """
     tokens, width = x.shape
     hidden = x if residual is None else torch.empty_like(x)
     out, scales = _outputs(tokens, width, x.device, is_fp8)
@@ -80,7 +84,7 @@ def rmsnorm(
 
 
 def silu_mul(gate_up: Tensor, is_fp8: bool) -> tuple[Tensor, Tensor]:
-    """silu(gate) * up of bf16 [T, 2 K]: (result [T, K], scales f32 [T, 1], unused in bf16)."""
+    """silu(gate) * up of bf16 [T, 2 K]: (result, scales) as of `rmsnorm`."""
     tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
     out, scales = _outputs(tokens, width, gate_up.device, is_fp8)
     block = triton.next_power_of_2(width) if is_fp8 else 1024
@@ -91,7 +95,7 @@ def silu_mul(gate_up: Tensor, is_fp8: bool) -> tuple[Tensor, Tensor]:
 
 
 def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
-    """bf16 [T, K] to float8 [T, K] and scales f32 [T, 1]."""
+    """bf16 [T, K] to float8 and scales, rows rounded up to 16."""
     tokens, width = x.shape
     out, scales = _outputs(tokens, width, x.device, True)
     block = triton.next_power_of_2(width)
@@ -101,8 +105,9 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def _outputs(tokens: int, width: int, device: torch.device, is_fp8: bool) -> tuple[Tensor, Tensor]:
     dtype = torch.float8_e4m3fn if is_fp8 else torch.bfloat16
-    scales = torch.empty(tokens, 1, device=device) if is_fp8 else torch.empty(0, device=device)
-    return torch.empty(tokens, width, dtype=dtype, device=device), scales
+    rows = -(-tokens // ROW_MULTIPLE) * ROW_MULTIPLE if is_fp8 else tokens
+    scales = torch.empty(rows if is_fp8 else 0, 1, device=device)
+    return torch.empty(rows, width, dtype=dtype, device=device), scales
 
 
 def _warps(block: int) -> int:

@@ -43,10 +43,11 @@ class BaselineLinear:
 
 @dataclass(frozen=True)
 class BaselineActivation:
-    """What `linear_forward` takes. values: [T, K]; scales: f32 [T, 1] where values are float8."""
+    """What `linear_forward` takes. values: [T, K]; in float8 with scales f32 [rows, 1] and rows beyond `tokens`."""
 
     values: Tensor
     scales: Tensor | None
+    tokens: int
 
 
 @dataclass(frozen=True)
@@ -121,32 +122,32 @@ class BaselineOps:
     ) -> tuple[Tensor, BaselineActivation]:
         if x.device.type == "cpu":
             hidden = x if residual is None else x + residual
-            return hidden, BaselineActivation(rms_norm(hidden, weight, eps), None)
+            return hidden, BaselineActivation(rms_norm(hidden, weight, eps), None, x.shape[0])
         from w4a4.serve.baseline_kernels import rmsnorm
 
         hidden, values, scales = rmsnorm(x, residual, weight, eps, self.kind == "fp8")
-        return hidden, BaselineActivation(values, scales)
+        return hidden, BaselineActivation(values, scales, x.shape[0])
 
     def quantize_activation(self, x: Tensor, linear: BaselineLinear) -> BaselineActivation:
         if self.kind == "bf16":
-            return BaselineActivation(x, None)
+            return BaselineActivation(x, None, x.shape[0])
         from w4a4.serve.baseline_kernels import quantize
 
-        return BaselineActivation(*quantize(x))
+        return BaselineActivation(*quantize(x), x.shape[0])
 
     def silu_mul_quantize(self, gate_up: Tensor, linear: BaselineLinear) -> BaselineActivation:
         if gate_up.device.type == "cpu":
             gate, up = torch.chunk(gate_up, 2, dim=1)
-            return BaselineActivation(F.silu(gate) * up, None)
+            return BaselineActivation(F.silu(gate) * up, None, gate.shape[0])
         from w4a4.serve.baseline_kernels import silu_mul
 
-        return BaselineActivation(*silu_mul(gate_up, self.kind == "fp8"))
+        return BaselineActivation(*silu_mul(gate_up, self.kind == "fp8"), gate_up.shape[0])
 
     def linear_forward(self, activation: BaselineActivation, linear: BaselineLinear) -> Tensor:
         if self.kind == "bf16":
             return F.linear(activation.values, linear.weight, linear.bias)
         assert activation.scales is not None and linear.scales is not None
-        return torch._scaled_mm(
+        y = torch._scaled_mm(
             activation.values,
             linear.weight.T,
             scale_a=activation.scales,
@@ -155,6 +156,7 @@ class BaselineOps:
             out_dtype=torch.bfloat16,
             use_fast_accum=True,
         )
+        return y[: activation.tokens]
 
 
 def dense_weight(linear: StoredLinear, device: torch.device | str) -> Tensor:

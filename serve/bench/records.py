@@ -19,7 +19,7 @@ class Record:
     recipe:       "dual", ..., or "baseline"; act: "map", "a8", or "16"/"fp8" for baselines; kv: bits
     test:         "pp1024", "tg128@1024", "pp1024+tg512"; tok_s counts new tokens of all sequences (output tokens in the
                   combined test); spread is the relative standard deviation over `repetitions`
-    step_ms:      one decode step, or the prefill of the whole batch
+    step_ms:      one decode step, or the prefill of the whole batch; None where a test has both
     roofline:     the least time for the step's bytes and operations over the measured one
     composed:     True where tok_s was put together from measured parts and not run in one go
     baselines:    name -> tok_s of the same test
@@ -38,7 +38,7 @@ class Record:
     tok_s: float
     spread: float
     repetitions: int
-    step_ms: float
+    step_ms: float | None
     peak_gib: float | None = None
     kv_tokens: int | None = None
     roofline: float | None = None
@@ -54,9 +54,13 @@ class Record:
             "model": self.model, "size_gib": round(self.size_gib, 2), "recipe": self.recipe, "act": self.act,
             "kv": self.kv, "path": self.path, "test": self.test, "batch": self.batch, "seq": self.seq, "gen": self.gen,
             "tok_s": _significant(self.tok_s), "spread": round(self.spread, 4), "repetitions": self.repetitions,
-            "step_ms": _significant(self.step_ms),
         }  # fmt: skip
-        optional = {"peak_gib": self.peak_gib, "kv_tokens": self.kv_tokens, "roofline": self.roofline}
+        optional = {
+            "step_ms": self.step_ms,
+            "peak_gib": self.peak_gib,
+            "kv_tokens": self.kv_tokens,
+            "roofline": self.roofline,
+        }
         values |= {key: _significant(value) for key, value in optional.items() if value is not None}
         if self.composed:
             values["composed"] = True
@@ -92,7 +96,7 @@ def _row(record: Record, names: Sequence[str]) -> list[str]:
         str(record.batch),
         record.test + (" (composed)" if record.composed else ""),
         _number(record.tok_s) + spread,
-        f"{record.step_ms:.2f}",
+        "-" if record.step_ms is None else f"{record.step_ms:.2f}",
         "-" if record.peak_gib is None else f"{record.peak_gib:.1f}",
         "-" if record.roofline is None else f"{100 * record.roofline:.0f} %",
     ]

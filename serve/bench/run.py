@@ -205,7 +205,7 @@ class _Frame:
                 run.decode(gen)
 
             timing = measure(everything, self.device, repetitions=1, warmup=0)
-            record = self._record(test, batch, gen, batch * gen, timing, timing.median / gen, None)
+            record = self._record(test, batch, gen, batch * gen, timing, None, None)
             return replace(record, repetitions=1)
         part = FixedBatch(self.model, SAMPLE_SEQUENCES, seq + 1)
         prefill = measure(lambda: part.prefill(seq), self.device, 3).scaled(batch / SAMPLE_SEQUENCES)
@@ -214,7 +214,7 @@ class _Frame:
             timing = self._decode_timing(run, context, SAMPLE_STEPS, 3).scaled(gen / SAMPLE_STEPS / 3)
             decode = timing if decode is None else decode + timing
         assert decode is not None
-        record = self._record(test, batch, gen, batch * gen, prefill + decode, decode.median / gen, None)
+        record = self._record(test, batch, gen, batch * gen, prefill + decode, None, None)
         return replace(record, repetitions=3, composed=True)
 
     def _decode_timing(self, run: FixedBatch, context: int, steps: int, repetitions: int) -> Timing:
@@ -224,7 +224,7 @@ class _Frame:
         return measure(lambda: run.decode(steps), self.device, repetitions, setup=warm_and_seek)
 
     def _record(
-        self, test: str, batch: int, gen: int, tokens: int, timing: Timing, step: float, roofline: float | None
+        self, test: str, batch: int, gen: int, tokens: int, timing: Timing, step: float | None, roofline: float | None
     ) -> Record:
         return replace(
             self.record,
@@ -233,7 +233,7 @@ class _Frame:
             gen=gen,
             tok_s=tokens / timing.median,
             spread=timing.spread,
-            step_ms=1e3 * step,
+            step_ms=None if step is None else 1e3 * step,
             roofline=roofline,
             peak_gib=torch.cuda.max_memory_allocated(self.device) / 2**30 if self.device.type == "cuda" else None,
         )

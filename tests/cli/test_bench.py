@@ -124,15 +124,17 @@ def test_stages_of_quantising(invoke: Any, model_folder: Any) -> None:
     assert {path.name for path in model.iterdir()} == before
 
 
-def test_operations_of_a_layer(invoke: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operations_of_a_layer(invoke: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from w4a4.configs.architecture import ModelConfig
     from w4a4.serve.bench import kernels
 
     shape = kernels.KernelShape("tiny", ModelConfig.from_hf(CONFIG), (1, 5))
     monkeypatch.setattr(kernels, "shapes_for", lambda device: [shape])
     monkeypatch.setattr(kernels, "MAX_COPIES", 2)
-    result = invoke("bench", "kernels", "--device", "cpu", "-r", "1", "-o", "json")
+    result = invoke("bench", "kernels", "--device", "cpu", "-r", "1", "-o", "json", "--plot", tmp_path / "plots")
     assert result.code == 0, result.err
+    points = json.loads((tmp_path / "plots" / "roofline.json").read_text())
+    assert len(points) == 8 and (tmp_path / "plots" / "roofline.svg").stat().st_size > 1000
     records = result.document["records"]
     for tokens in (1, 5):
         assert [record["op"] for record in records if record["m"] == tokens] == [

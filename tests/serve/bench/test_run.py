@@ -54,7 +54,7 @@ def test_every_test_of_every_candidate(monkeypatch: pytest.MonkeyPatch) -> None:
     prefill = ours[1]
     assert prefill.tok_s == pytest.approx(40 * 1e3 / prefill.step_ms)
     combined = ours[4]
-    assert (combined.gen, combined.repetitions, combined.composed) == (3, 1, False)
+    assert (combined.gen, combined.repetitions, combined.composed, combined.step_ms) == (3, 1, False, None)
     assert ours[0].kv == 4 and theirs[0].kv == 16 and theirs[0].path == "float32-cpu"
 
 
@@ -65,8 +65,7 @@ def test_a_batch_too_large_to_run_in_one_go_is_composed_of_parts(monkeypatch: py
     monkeypatch.setattr(run, "largest_batch", lambda model, tokens: 4)
     (record,) = run_all(RandomModel(CONFIG, CPU), "tiny", CPU, BenchSettings(seq=16, batches=("max",), repetitions=1))
     assert record.composed and record.batch == 4
-    # the output tokens of four sequences, over a prefill of four and 24 steps
-    assert record.tok_s < 4 * 1e3 / record.step_ms
+    assert record.step_ms is None and record.gen == 24 and record.tok_s > 0
 
 
 @pytest.mark.parametrize(
