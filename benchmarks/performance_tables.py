@@ -188,6 +188,30 @@ def bench(results: Path) -> str:
     return "\n\n".join(parts)
 
 
+def breakdown(results: Path) -> str:
+    """Where a decode step's time goes, by what its kernels are for; parts overlap, so their sum may exceed the step."""
+    found = load_bench(results)
+    steps = found.header.get("breakdown", []) if found is not None else []
+    if not steps:
+        return ""
+    parts = _distinct(name for step in steps for name in step["parts_us"])
+    rows = []
+    for step in steps:
+        cells = [f"{step['parts_us'][name]:,.0f}" if name in step["parts_us"] else "" for name in parts]
+        launches = sum(step["launches"].values())
+        rows.append(
+            [
+                step["model"],
+                f"{step['batch']:,}",
+                f"{step['step_us']:,.0f}",
+                *cells,
+                f"{-step['gap_us']:,.0f}",
+                f"{launches:,}",
+            ]
+        )
+    return table(["model", "batch", "step, µs", *parts, "overlap", "launches"], rows)
+
+
 def _bench_model(found: Results, model: str) -> str:
     records = [record for record in found.records if record["model"] == model]
     baselines = _distinct(name for record in records for name in record.get("baselines") or {})

@@ -27,6 +27,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "accuracy-ablation": accuracy_tables.ablation,
     "accuracy-tasks": accuracy_tables.tasks,
     "bench": performance_tables.bench,
+    "bench-breakdown": performance_tables.breakdown,
     "gemm": performance_tables.gemm,
     "quantize": performance_tables.quantize,
     "kv4": performance_tables.kv4,
