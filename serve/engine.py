@@ -101,6 +101,8 @@ class Engine:
         self.config = config
         self.info = info
         self.failure: BaseException | None = None
+        # An end of text beyond the vocabulary (a tokenizer with more tokens than the model) cannot be sampled.
+        self._eos_ids = frozenset(token_id for token_id in config.eos_ids if token_id < info.vocab_size)
         self._runner = runner
         self._decode = decode
         self._listener = listener
@@ -232,7 +234,7 @@ class Engine:
         return Sequence(
             request=request,
             max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
-            stop_ids=params.stop_token_ids | (frozenset() if params.ignore_eos else self.config.eos_ids),
+            stop_ids=params.stop_token_ids | (frozenset() if params.ignore_eos else self._eos_ids),
             detokenizer=Detokenizer(
                 lambda ids: self._decode(list(ids), skips_special),
                 request.prompt_ids,

@@ -8,6 +8,7 @@ a proper last message; a second signal does not wait. If the engine fails, its r
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import logging
 import signal
 import socket
@@ -192,6 +193,9 @@ class ServerProcess:
 
         Returns 0 after SIGTERM, 130 after SIGINT; raises W4A4Error if the engine failed.
         """
+        host = self._bound.getsockname()[0]
+        if not self._settings.api_keys and not ipaddress.ip_address(host).is_loopback:
+            logger.warning("listening on %s without --api-key: whoever reaches this address may use the model", host)
         asyncio.run(self._serve())
         if self.engine.failure is not None:
             raise W4A4Error(f"the engine failed: {self.engine.failure}", hint="w4a4 doctor")

@@ -254,6 +254,12 @@ def test_requests_that_cannot_run_are_refused(
     assert harness.engine.num_live == 0
 
 
+def test_an_end_of_text_beyond_the_vocabulary_does_no_harm(start_engine: StartEngine) -> None:
+    harness = start_engine(EngineConfig(eos_ids=frozenset({5, 300})))
+    output = harness.run("x", max_tokens=20, min_tokens=19)
+    assert len(output.token_ids) >= 19 and 5 not in output.token_ids[:18]
+
+
 def test_the_models_length_bounds_the_answer(start_engine: StartEngine) -> None:
     harness = start_engine()
     assert len(harness.run([1] * 500, max_tokens=10**9, ignore_eos=True).token_ids) == 12

@@ -22,7 +22,7 @@ def logits(rows: int = 1, seed: int = 0) -> torch.Tensor:
 
 
 def frequencies(row: torch.Tensor, count: int = 4000, **params: object) -> torch.Tensor:
-    drawn = Sampler(VOCAB, seed=1).sample(row.repeat(count, 1), [sequence(**params) for _ in range(count)])
+    drawn = Sampler(VOCAB, seed=1).sample(row.repeat(count, 1), [sequence(**params)] * count)
     return torch.bincount(torch.tensor([result.token for result in drawn]), minlength=VOCAB) / count
 
 
