@@ -10,6 +10,7 @@ replayed after its block tables and lengths were overwritten in place.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -17,7 +18,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import CausalBias, causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from w4a4.kernels.compile_cache import Kernel, load
@@ -33,6 +35,7 @@ _MAX_COUNTERS = 1 << 16
 _TILE = 16
 _UNLIMITED = 1 << 30
 _FLOATS = (torch.bfloat16, torch.float16)
+_NO_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 @dataclass(frozen=True)
@@ -379,9 +382,12 @@ def attend_causally(q: Tensor, keys: Tensor, values: Tensor, scale: float, windo
         mask = (distance >= 0) & (distance < window)
     elif tokens != length:
         mask = causal_lower_right(tokens, length)
-    out = scaled_dot_product_attention(
-        q.transpose(1, 2), keys, values, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
-    )
+    # cuDNN, which PyTorch prefers here, builds a plan of some 40 ms for every new shape, and prompts bring new ones.
+    is_flash = not isinstance(mask, Tensor) or isinstance(mask, CausalBias)
+    with sdpa_kernel(_NO_PLANS) if is_flash else nullcontext():
+        out = scaled_dot_product_attention(
+            q.transpose(1, 2), keys, values, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
+        )
     return out.transpose(1, 2)
 
 
