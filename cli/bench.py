@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from w4a4.serve.bench.records import Record
     from w4a4.serve.bench.run import Batch, BenchSettings
+    from w4a4.serve.bench.server_load import Load
     from w4a4.serve.model import PackedModel
 
 DEFAULT_SHAPE = "llama3-8b"
@@ -50,6 +51,12 @@ GPU_GEN, CPU_GEN = 128, 32
 @option("--server", metavar="URL", help="Measure the OpenAI-compatible server at URL instead.")
 @option("--num-requests", type=click.IntRange(min=1), default=64, help="With --server: requests in all.")
 @option("--rate", type=float, default=float("inf"), help="With --server: requests per second; default: all at once.")
+@option(
+    "--dataset",
+    type=click.Choice(["random", "chat"]),
+    default="random",
+    help="With --server: every request of --seq and --gen tokens, or lengths as of conversations, cut at those.",
+)
 @option("--goodput", metavar="ttft:MS,tpot:MS", default="", help="With --server: limits that a good request keeps.")
 @runtime_options
 @common_options
@@ -70,6 +77,7 @@ def command(
     server: str | None,
     num_requests: int,
     rate: float,
+    dataset: Literal["random", "chat"],
     goodput: str,
     act: str | None,
     kv: str | None,
@@ -78,7 +86,11 @@ def command(
 ) -> None:
     output = "json" if as_json else output
     if server is not None:
-        _bench_server(console, server, seq, gen or GPU_GEN, num_requests, rate, goodput, model, output)
+        from w4a4.serve.bench.server_load import Load, parse_goodput
+
+        limits = parse_goodput(goodput)
+        load = Load(server, num_requests, seq, gen or GPU_GEN, rate, limits, model, dataset)
+        _bench_server(console, load, output)
         return
     from w4a4.cli.device import choose_device
     from w4a4.cli.scored_model import default_act
@@ -300,20 +312,9 @@ def _bench_quantize(console: Console, model: str | None, device: torch.device, s
         console.table(COLUMNS, rows(stages))
 
 
-def _bench_server(
-    console: Console,
-    url: str,
-    seq: int,
-    gen: int,
-    num_requests: int,
-    rate: float,
-    goodput: str,
-    model: str | None,
-    output: str,
-) -> None:
-    from w4a4.serve.bench.server_load import Load, parse_goodput, run_load
+def _bench_server(console: Console, load: Load, output: str) -> None:
+    from w4a4.serve.bench.server_load import run_load
 
-    load = Load(url, num_requests, seq, gen, rate, parse_goodput(goodput), model)
     result = run_load(load)
     if output == "json":
         console.document("bench-server", result.to_dict())

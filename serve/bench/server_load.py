@@ -147,7 +147,7 @@ def run_load(load: Load) -> LoadResult:
     """
     model = load.model or served_model(load.url)
     generator = random.Random(load.seed)
-    shapes = [_lengths(load, generator) for _ in range(load.num_requests)]
+    shapes = [lengths(load, generator) for _ in range(load.num_requests)]
     answers = [Answer(num_prompt) for num_prompt, _ in shapes]
     threads = []
     begin = time.perf_counter()
@@ -183,7 +183,8 @@ def served_model(url: str) -> str:
         raise NotFoundError(f"{url} lists no models at /v1/models", "give the server's base URL") from error
 
 
-def _lengths(load: Load, generator: random.Random) -> tuple[int, int]:
+def lengths(load: Load, generator: random.Random) -> tuple[int, int]:
+    """Prompt and answer tokens of the next request."""
     if load.dataset == "random":
         return load.seq, load.gen
     num_prompt, num_output = generator.lognormvariate(4.8, 1.1), generator.lognormvariate(4.9, 0.9)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
 from collections.abc import Callable
@@ -63,11 +62,6 @@ def measure(
         setup()
         seconds.append(_cuda_seconds(work) if device.type == "cuda" else _host_seconds(work))
     return Timing(tuple(seconds))
-
-
-def repetitions_for(seconds: float, budget: float, least: int, most: int) -> int:
-    """How often work of `seconds` may run within `budget` seconds, between `least` and `most` times."""
-    return max(least, min(most, math.floor(budget / seconds) if seconds > 0 else most))
 
 
 def _host_seconds(work: Callable[[], object]) -> float:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import random
 import sys
 from pathlib import Path
 
 import pytest
 
 from w4a4.configs.errors import NotFoundError, UsageError, W4A4Error
-from w4a4.serve.bench.server_load import Answer, Load, LoadResult, parse_goodput, run_load, summary
+from w4a4.serve.bench.server_load import Answer, Load, LoadResult, lengths, parse_goodput, run_load, summary
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -62,6 +63,17 @@ def test_goodput_limits() -> None:
     for text in ("ttft", "ttft:x", "itl:5", "ttft:-1"):
         with pytest.raises(UsageError, match="is not a limit"):
             parse_goodput(text)
+
+
+def test_lengths_of_conversations_vary_and_stay_within_the_limits() -> None:
+    load = Load("http://x", 1, seq=500, gen=200, rate=float("inf"), goodput={}, dataset="chat")
+    generator = random.Random(1)
+    prompts, answers = zip(*(lengths(load, generator) for _ in range(2000)), strict=True)
+    assert min(prompts) >= 4 and max(prompts) == 500 and max(answers) == 200
+    assert 100 < sum(prompts) / 2000 < 200 and 90 < sum(answers) / 2000 < 150
+    assert len(set(prompts)) > 200
+    fixed = Load("http://x", 1, seq=500, gen=200, rate=float("inf"), goodput={})
+    assert lengths(fixed, generator) == (500, 200)
 
 
 def test_no_server() -> None:

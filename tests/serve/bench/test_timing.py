@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from w4a4.serve.bench.timing import Timing, measure, repetitions_for
+from w4a4.serve.bench.timing import Timing, measure
 
 CPU = torch.device("cpu")
 
@@ -42,9 +42,3 @@ def test_setup_and_warmup_run_and_are_not_counted(monkeypatch: pytest.MonkeyPatc
     timing = measure(work, CPU, repetitions=3, warmup=2, setup=setup)
     assert timing.seconds == (2.0, 2.0, 2.0)
     assert calls == ["setup", "work"] * 5
-
-
-def test_repetitions_that_fit_a_budget() -> None:
-    assert repetitions_for(0.5, budget=3.0, least=1, most=10) == 6
-    assert repetitions_for(5.0, budget=3.0, least=2, most=10) == 2
-    assert repetitions_for(0.0, budget=3.0, least=2, most=10) == 10
