@@ -1,8 +1,8 @@
 """Before a speed is told: does the thing that was timed compute the model?
 
 The first layers of the same weights run on the device, through prefill and decode graph, and as the reference on a CPU,
-on random tokens. bf16 arithmetic flips activation codes that lie between two values, so logits differ by a few percent
-and no more; a wrong page, scale or order gives an error near 1.
+on random tokens. bf16 arithmetic flips activation codes that lie between two values, so logits differ by a few percent,
+with 4-bit activations by some more; a wrong page, scale or order gives an error near 1.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ MAX_LAYERS = 2
 MAX_VOCABULARY = 8192
 NUM_PROMPT = 40  # over two page boundaries
 NUM_DECODED = 6
-TOLERANCE = 0.15
+TOLERANCE: dict[ActMode, float] = {"map": 0.25, "a8": 0.08, "a16": 0.08}
+"""Relative error by activation mode. Measured on an H200 (8B shape, two layers): map 0.115, a8 0.019."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ def check_model(packed: PackedModel, device: torch.device, act: ActMode, kv_bits
         tokens=got.shape[0] * got.shape[1],
         layers=layers,
     )
-    if check.relative_error > TOLERANCE:
+    if check.relative_error > TOLERANCE[act]:
         raise NumericsError(f"what would be timed is wrong: {check.sentence}", "report this as a bug")
     return check
 
