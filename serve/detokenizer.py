@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 REPLACEMENT = "\ufffd"
 MAX_HELD = 3  # U+FFFD at the end of a text may be the first bytes of a character, of which there are at most three
 CONTEXT = 5  # tokens of the prompt that the first token of the answer is decoded with
+LONGEST_WINDOW = 64
 WINDOW = 12  # tokens decoded again at most, before the window moves on
 
 Decode = Callable[[Sequence[int]], str]
@@ -102,11 +103,13 @@ class Detokenizer:
         grown = text[len(self._shown) :]
         if grown:
             self._shown = text
-        if len(self._window) >= WINDOW:
-            # Some context must stay: many tokenizers drop a leading space at the start of a text.
-            self._window = self._window[-WINDOW // 2 :]
+        num_held = len(decoded) - len(text)
+        if len(self._window) >= (LONGEST_WINDOW if num_held else WINDOW):
+            # Some context must stay: many tokenizers drop a leading space at the start of a text. Where characters are
+            # held, all their tokens must, so the window moves on only in an endless run of them.
+            self._window = self._window[-2 * WINDOW if num_held else -WINDOW // 2 :]
             rest = self._decode(self._window)
-            self._shown = rest[: len(rest) - (len(decoded) - len(text))]  # as much is held as before
+            self._shown = rest[: len(rest) - num_held]
         return grown
 
 

@@ -46,13 +46,19 @@ def test_invalid_utf8_is_shown_in_the_end() -> None:
     assert endless.push(None, is_last=True) == "\ufffd" * 3
 
 
-@pytest.mark.parametrize("seed", range(30))
-def test_random_bytes_give_the_text_of_the_whole(seed: int) -> None:
-    data = random.Random(seed).choices(range(256), k=200)
+def test_random_tokens_give_the_text_of_the_whole() -> None:
+    """Bytes that are mostly no text, and tokens that have none: what is handed out is still the text of all of them."""
+
+    def decode_some(ids: list[int] | tuple[int, ...]) -> str:
+        return bytes(token for token in ids if token < 256).decode(errors="replace")
+
     prompt = list(b"prompt")
-    detokenizer = Detokenizer(decode, prompt)
-    text = "".join(detokenizer.push(byte) for byte in data[:-1]) + detokenizer.push(data[-1], is_last=True)
-    assert text == decode(data)
+    for seed in range(400):
+        generator = random.Random(seed)
+        data = generator.choices([*range(0xC0, 0xF5), *range(0x80, 0xC0), 65, 66, *range(256, 280)], k=80)
+        detokenizer = Detokenizer(decode_some, prompt)
+        text = "".join(detokenizer.push(token) for token in data[:-1]) + detokenizer.push(data[-1], is_last=True)
+        assert text == decode_some(data), seed
 
 
 @pytest.mark.parametrize("sizes", [(1,), (2,), (3, 1), (7,), (100,)])
