@@ -80,7 +80,7 @@ class LoadResult:
             "model_id": self.model,
             "num_prompts": len(self.answers),
             "request_rate": "inf" if self.load.rate == float("inf") else self.load.rate,
-            "duration": round(self.duration, 4),
+            "duration": round(self.duration, 6),
             "completed": len(done),
             "failed": len(self.answers) - len(done),
             "total_input_tokens": num_input,
