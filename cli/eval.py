@@ -15,6 +15,8 @@ from w4a4.configs.errors import NumericsError, UsageError
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from w4a4.serve.evaluate import LazyLogits
+
 
 @click.command(
     "eval",
@@ -48,7 +50,7 @@ def command(
 ) -> None:
     from w4a4.calibrate.source import open_source
     from w4a4.calibrate.text import load_text, token_hash, windows
-    from w4a4.cli.scored_model import open_scored
+    from w4a4.cli.scored_model import lazy_logits, open_scored
     from w4a4.serve.evaluate import evaluate
 
     if model is None:
@@ -58,7 +60,7 @@ def command(
     limit = scored.config.max_position_embeddings
     if seq > limit:
         raise UsageError(f"--seq {seq} is longer than the model's {limit} positions", f"--seq {limit} or less")
-    reference: Callable[[Tensor], Tensor] | None = None
+    reference: Callable[[Tensor], LazyLogits] | None = None
     if source is not None:
         from w4a4.calibrate.decoder import FloatModel
 
@@ -68,7 +70,7 @@ def command(
                 f"{source} has a vocabulary of {opened.config.vocab_size}, {model} of {scored.config.vocab_size}",
                 "name the model that was quantised",
             )
-        reference = FloatModel(opened, scored.device)
+        reference = lazy_logits(FloatModel(opened, scored.device))
     text = load_text(data, "test", offline=offline)
     ids = windows(scored.tokenizer, text, seq, max_tokens)
     console.say(f"{ids.shape[0]} windows of {seq} tokens from {text.name} {text.split_name}, {text.origin}")

@@ -88,10 +88,10 @@ def command(
 
     config = EngineConfig(max_num_seqs=1, eos_ids=tokenizer.eos_ids)
     engine = Engine(runner, lambda tokens, skip: tokenizer.decode(tokens, skip), config, listen)
-    params = SamplingParams(temperature, top_p, top_k, seed=seed, max_tokens=max_tokens)
     engine.start()
     try:
         try:
+            params = SamplingParams(temperature, top_p, top_k, seed=seed, max_tokens=max_tokens)
             engine.submit([Request("generate", tuple(ids), params)])
         except ValueError as error:
             raise UsageError(str(error)) from error

@@ -6,6 +6,7 @@ then in the recipe, then in the default.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from difflib import get_close_matches
 from pathlib import Path
@@ -27,6 +28,13 @@ class Option(click.Option):
         super().__init__(*arguments, **settings)
         if self.envvar is None and self.name and self.expose_value:
             self.envvar = f"W4A4_{self.name.upper()}"
+
+    def type_cast_value(self, ctx: click.Context, value: Any) -> Any:
+        """As click does it, but no number may be NaN or infinite: comparisons with such a limit mean nothing."""
+        cast = super().type_cast_value(ctx, value)
+        if isinstance(cast, float) and not math.isfinite(cast):
+            raise click.BadParameter(f"{value} is not a finite number.", ctx, self)
+        return cast
 
 
 def option(*names: str, **settings: Any) -> Callable[[Function], Function]:

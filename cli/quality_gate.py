@@ -52,7 +52,7 @@ class QualityGate:
         beginning = text[: CHARACTERS_PER_TOKEN * self.tokens]  # the rest need not be tokenised
         ids = windows(scored.tokenizer, beginning, seq, max(seq, self.tokens))
         reference, is_resident = self._source_logits()
-        result = evaluate(scored.logits, ids, reference)
+        result = evaluate(scored.logits, ids, reference, batch=len(ids))  # a streamed source is read once
         measured: dict[str, Any] = result.to_dict() | {
             "path": f"{scored.path}, act {scored.act}",
             "text": f"{text.name} {text.split_name}",
@@ -73,13 +73,14 @@ class QualityGate:
             )
         return measured
 
-    def _source_logits(self) -> tuple[Callable[[Tensor], Tensor | LazyLogits], bool]:
+    def _source_logits(self) -> tuple[Callable[[Tensor], LazyLogits], bool]:
         """The source as a function of tokens, and whether it is held in memory."""
         from w4a4.calibrate.decoder import FloatModel
+        from w4a4.cli.scored_model import lazy_logits
         from w4a4.export.estimate import available_memory
 
         if 2 * 4 * self.source.config.num_parameters <= available_memory(self.device):
-            return FloatModel(self.source, self.device), True
+            return lazy_logits(FloatModel(self.source, self.device)), True
         return lambda tokens: streamed_logits(self.source, tokens, self.device), False
 
 
@@ -97,11 +98,11 @@ def streamed_logits(source: Source, tokens: Tensor, device: torch.device) -> Laz
     return LazyLogits(normed, lambda rows: linear(rows, head))
 
 
-def greedy(logits: Callable[[Tensor], Any], prompt: list[int], count: int) -> list[int]:
+def greedy(logits: Callable[[Tensor], LazyLogits], prompt: list[int], count: int) -> list[int]:
     """`prompt` and the `count` most probable tokens after it, the whole sequence scored again for each."""
     import torch
 
     ids = list(prompt)
     for _ in range(count):
-        ids.append(int(logits(torch.tensor([ids]))[0, -1].argmax()))
+        ids.append(int(logits(torch.tensor([ids])).rows(len(ids) - 1, len(ids)).argmax()))
     return ids

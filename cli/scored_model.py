@@ -16,7 +16,10 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
+    from w4a4.calibrate.decoder import FloatModel
     from w4a4.kernels.layout import ActMode
+    from w4a4.serve.evaluate import LazyLogits
+    from w4a4.serve.model import CausalLM
 
 
 @dataclass(frozen=True)
@@ -25,7 +28,7 @@ class ScoredModel:
 
     config: ModelConfig
     tokenizer: PreTrainedTokenizerBase
-    logits: Callable[[Tensor], Tensor]  # int64 [B, T] -> float32 [B, T, V]
+    logits: Callable[[Tensor], LazyLogits]  # int64 [B, T] -> float32 [B, T, V]
     device: torch.device
     path: str  # what multiplies: "reference-cpu", ...
     act: str  # "map", "a8", or "float"
@@ -52,14 +55,26 @@ def open_scored(
         mode = default_act(act, chosen)
         packed = CausalLM(open_checkpoint(folder), chosen, mode, int(kv) if kv else None)
         paths = ", ".join(sorted(set(packed.paths().values())))
-        return ScoredModel(packed.config, load_tokenizer(folder), packed.score, chosen, paths, mode, packed.kv_bits)
+        logits = lazy_logits(packed)
+        return ScoredModel(packed.config, load_tokenizer(folder), logits, chosen, paths, mode, packed.kv_bits)
     if act or kv:
         raise UsageError(f"{model} is a source model and runs in float: --act and --kv are for packed checkpoints")
     from w4a4.calibrate.decoder import FloatModel
 
     source = open_source(model, offline=offline, revision=revision)
     chosen = choose_device(device)
-    return ScoredModel(source.config, source.tokenizer(), FloatModel(source, chosen), chosen, "float32", "float", 32)
+    logits = lazy_logits(FloatModel(source, chosen))
+    return ScoredModel(source.config, source.tokenizer(), logits, chosen, "float32", "float", 32)
+
+
+def lazy_logits(model: CausalLM | FloatModel) -> Callable[[Tensor], LazyLogits]:
+    """`model` as a function of tokens int64 [B, T] whose logits come a few rows at a time: a window's never fit twice."""
+    from w4a4.serve.evaluate import LazyLogits
+
+    def head(hidden: Tensor) -> Tensor:
+        return model.logits(hidden.flatten(0, 1)).unflatten(0, hidden.shape[:2])
+
+    return lambda tokens: LazyLogits(model.hidden_states(tokens), head)
 
 
 def default_act(act: str | None, device: torch.device) -> ActMode:
@@ -76,6 +91,6 @@ def is_packed(folder: Path) -> bool:
         return False
     try:
         config = json.loads(path.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: not JSON: {error}") from error
     return isinstance(config, dict) and quantization_method(config) == "w4a4"

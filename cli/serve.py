@@ -36,7 +36,12 @@ from w4a4.configs.errors import NotFoundError
 @option("--max-num-batched-tokens", type=int, default=2048, help="Tokens in one step, prefill and decode together.")
 @option("--max-model-len", type=int, help="Tokens of one sequence; default: the model's, as far as the pages reach.")
 @option("--gpu-memory-utilization", type=float, default=0.9, help="Share of the GPU's memory, weights included.")
-@option("--kv-cache-memory", type=click.FloatRange(min=0, min_open=True), default=1.0, help="GiB of KV pages on a CPU.")
+@option(
+    "--kv-cache-memory",
+    type=click.FloatRange(min=0, max=2**20, min_open=True),
+    default=1.0,
+    help="GiB of KV pages on a CPU.",
+)
 @option("--max-queued", type=int, default=1024, help="Requests that may wait; more get 503.")
 @option("--prefix-caching/--no-prefix-caching", default=True, help="Reuse the KV pages of equal beginnings.")
 @option("--eager", is_flag=True, help="No CUDA graphs.")

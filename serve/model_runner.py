@@ -12,7 +12,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from w4a4.configs.errors import ResourceError
+from w4a4.configs.errors import ResourceError, UnsupportedError
 from w4a4.export.checkpoint import open_checkpoint
 from w4a4.kernels import ops
 from w4a4.kernels.layout import ActMode, LinearLayout
@@ -46,9 +46,16 @@ def load_runner(settings: ServeSettings) -> ModelRunner:
 
 
 def choose_device(name: str) -> torch.device:
-    """The device called `name`; "auto" is the first GPU that has kernels, else the CPU."""
+    """The device called `name`; "auto" is the first GPU that has kernels, else the CPU.
+
+    Raises:
+        UnsupportedError: a GPU is named and PyTorch finds none.
+    """
     if name != "auto":
-        return torch.device(name)
+        device = torch.device(name)
+        if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+            raise UnsupportedError(f"{name} was asked for but is not here", "--device cpu; `w4a4 doctor` says what is")
+        return device
     if torch.cuda.is_available():
         try:
             ops.backend_of("cuda")

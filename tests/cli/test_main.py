@@ -77,6 +77,9 @@ def test_every_option_has_help_and_an_environment_variable() -> None:
         (["quantize"], "Missing argument", "w4a4 quantize --help"),
         (["quantize", "x", "--samples", "0"], "--samples", "w4a4 quantize --help"),
         (["eval", "x", "--act", "a3"], "--act", "w4a4 eval --help"),
+        (["eval", "x", "--fail-if-ppl-above", "nan"], "nan is not a finite number", "w4a4 eval --help"),
+        (["generate", "x", "--temperature", "inf"], "inf is not a finite number", "w4a4 generate --help"),
+        (["serve", "x", "--kv-cache-memory", "1e30"], "--kv-cache-memory", "w4a4 serve --help"),
     ],
 )
 def test_usage_errors_end_with_2_and_what_to_type(invoke: Any, arguments: list[str], said: str, hint: str) -> None:
