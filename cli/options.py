@@ -30,9 +30,9 @@ class Option(click.Option):
             self.envvar = f"W4A4_{self.name.upper()}"
 
     def type_cast_value(self, ctx: click.Context, value: Any) -> Any:
-        """As click does it, but no number may be NaN or infinite: comparisons with such a limit mean nothing."""
+        """As click does it, but no number may be NaN, nor infinite unless that is the default (of a rate: at once)."""
         cast = super().type_cast_value(ctx, value)
-        if isinstance(cast, float) and not math.isfinite(cast):
+        if isinstance(cast, float) and not math.isfinite(cast) and cast != self.default:
             raise click.BadParameter(f"{value} is not a finite number.", ctx, self)
         return cast
 
