@@ -145,8 +145,17 @@ class FloatModel:
         self.head = self.embedding if source.config.tie_word_embeddings else lm_head_weight(source).to(device)
 
     @torch.inference_mode()
-    def __call__(self, tokens: Tensor) -> Tensor:
+    def hidden_states(self, tokens: Tensor) -> Tensor:
+        """Final normed hidden states [B, T, H]."""
         x = self.embedding[tokens.to(self.device)]
         for layer, weights in enumerate(self.layers):
             x = LayerMath(self.config, layer, tokens.shape[1], self.device).forward(weights, x)
-        return F.linear(rms_norm(x, self.final_gain, self.config.rms_norm_eps), self.head)
+        return rms_norm(x, self.final_gain, self.config.rms_norm_eps)
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [R, V] of hidden states [R, H]."""
+        return F.linear(hidden, self.head)
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        return self.logits(self.hidden_states(tokens))

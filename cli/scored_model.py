@@ -68,11 +68,11 @@ def open_scored(
 
 
 def lazy_logits(model: CausalLM | FloatModel) -> Callable[[Tensor], LazyLogits]:
-    """`model` as a function of tokens int64 [B, T] whose logits come a few rows at a time: a window's never fit twice."""
+    """`model` as a function of tokens int64 [B, T] whose logits come a few rows at a time, never a whole window's."""
     from w4a4.serve.evaluate import LazyLogits
 
     def head(hidden: Tensor) -> Tensor:
-        return model.logits(hidden.flatten(0, 1)).unflatten(0, hidden.shape[:2])
+        return model.logits(hidden.flatten(0, 1)).view(*hidden.shape[:2], -1)
 
     return lambda tokens: LazyLogits(model.hidden_states(tokens), head)
 

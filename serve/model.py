@@ -247,8 +247,9 @@ class CausalLM:
         return F.linear(hidden, self.head).float()
 
     @torch.inference_mode()
-    def score(self, tokens: Tensor, chunk: int = 512) -> Tensor:
-        """Logits f32 [B, T, V] of whole sequences int [B, T], each prefilled in chunks through fresh KV pages."""
+    def hidden_states(self, tokens: Tensor, chunk: int = 512) -> Tensor:
+        """Final normed hidden states [B, T, H] of whole sequences int [B, T], each prefilled in chunks through fresh
+        KV pages."""
         num_tokens = tokens.shape[1]
         num_pages = -(-num_tokens // PAGE_SIZE)
         out = []
@@ -259,5 +260,10 @@ class CausalLM:
                 ids = sequence[start : start + chunk]
                 sinks = torch.zeros(1, dtype=torch.int32, device=self.device)
                 batch = cache.known_batch(table, [0, len(ids)], [start + len(ids)], sinks)
-                out.append(self.logits(self.forward(ids, batch, cache)))
+                out.append(self.forward(ids, batch, cache))
         return torch.cat(out).view(*tokens.shape, -1)
+
+    def score(self, tokens: Tensor, chunk: int = 512) -> Tensor:
+        """Logits f32 [B, T, V] of `hidden_states`."""
+        hidden = self.hidden_states(tokens, chunk)
+        return self.logits(hidden.flatten(0, 1)).view(*tokens.shape, -1)
