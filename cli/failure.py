@@ -36,7 +36,7 @@ def explain(error: BaseException) -> tuple[str, str, int]:
         return error.format_message(), "", 2
     if isinstance(error, KeyboardInterrupt | click.Abort):
         return "interrupted", "", INTERRUPTED
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+    if _is_out_of_memory(error):
         return (
             f"out of memory: {str(error).splitlines()[0] if str(error) else 'an allocation failed'}",
             "fewer --samples, a shorter --seq, or --device cpu",
@@ -49,6 +49,13 @@ def explain(error: BaseException) -> tuple[str, str, int]:
         "the same command with -vv shows where it happened; please report it",
         1,
     )
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """PyTorch's CPU allocator has no exception of its own: it raises a RuntimeError that names itself."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
 
 
 def _explain_os_error(error: OSError) -> tuple[str, str, int]:

@@ -25,6 +25,8 @@ from w4a4.configs import errors
         (KeyboardInterrupt(), 130),
         (click.Abort(), 130),
         (MemoryError(), 7),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"), 7),
+        (RuntimeError("x"), 1),
         (OSError(errno.ENOSPC, "No space left on device", "/x"), 7),
         (FileNotFoundError(errno.ENOENT, "No such file", "/x"), 3),
         (PermissionError(errno.EACCES, "Permission denied", "/x"), 2),
