@@ -56,7 +56,7 @@ class QualityGate:
         return_freed_memory()
         reference, is_resident = self._source_logits()
         result = evaluate(scored.logits, ids, reference, batch=len(ids))  # a streamed source is read once
-        measured: dict[str, Any] = result.to_dict() | {
+        measured: dict[str, Any] = {key: _rounded(value) for key, value in result.to_dict().items()} | {
             "path": f"{scored.path}, act {scored.act}",
             "text": f"{text.name} {text.split_name}",
             "seq": seq,
@@ -100,6 +100,11 @@ def streamed_logits(source: Source, tokens: Tensor, device: torch.device) -> Laz
     return_freed_memory()
     head = lm_head_weight(source)
     return LazyLogits(normed, lambda rows: linear(rows, head))
+
+
+def _rounded(value: Any) -> Any:
+    """Five digits of a float: what does not change with how much of the source fits into memory."""
+    return float(f"{value:.5g}") if isinstance(value, float) else value
 
 
 def return_freed_memory() -> None:
