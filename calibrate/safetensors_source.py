@@ -9,14 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
-import struct
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,11 +28,11 @@ from w4a4.calibrate.source import (
 )
 from w4a4.configs.architecture import ModelConfig
 from w4a4.configs.errors import CheckpointError, NotFoundError, UnsupportedError
+from w4a4.configs.safetensors_header import MAX_HEADER_BYTES, TensorEntry, read_header
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-MAX_HEADER_BYTES: Final = 100_000_000
 INDEX: Final = "model.safetensors.index.json"
 FLOATS: Final = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -45,15 +42,11 @@ _MAX_SIDE_BYTES: Final = 64 * 2**20
 _SAMPLE_BYTES: Final = 4096  # of each tensor, that the identity of a folder takes in
 
 
-@dataclass(frozen=True)
-class StoredTensor:
-    """Where one tensor lies: `begin` and `end` are byte offsets in `file`."""
+class StoredTensor(NamedTuple):
+    """Where one tensor lies."""
 
     file: Path
-    dtype: str
-    shape: tuple[int, ...]
-    begin: int
-    end: int
+    entry: TensorEntry
 
 
 class SafetensorsSource:
@@ -69,24 +62,25 @@ class SafetensorsSource:
         self.config: ModelConfig = check_source_config(self.hf_config)
         self._tensors = _read_tensors(folder, self._inside)
         check_tensor_names(
-            self.config, {tensor_name: stored.shape for tensor_name, stored in self._tensors.items()}, str(folder)
+            self.config, {tensor_name: entry.shape for tensor_name, (_, entry) in self._tensors.items()}, str(folder)
         )
         for tensor_name in self.config.tensor_shapes():
-            stored = self._tensors[tensor_name]
-            if stored.dtype not in FLOATS:
+            file, entry = self._tensors[tensor_name]
+            if entry.dtype not in FLOATS:
                 raise CheckpointError(
-                    f"{stored.file.name}: tensor {tensor_name} has dtype {stored.dtype}, expected {', '.join(FLOATS)}",
+                    f"{file.name}: tensor {tensor_name} has dtype {entry.dtype}, expected {', '.join(FLOATS)}",
                     "name the original model with float weights",
                 )
 
     @cached_property
     def identity(self) -> SourceIdentity:
         digest = hashlib.sha256((self._folder / "config.json").read_bytes())
-        for name, stored in sorted(self._tensors.items()):
+        for name, (path, entry) in sorted(self._tensors.items()):
             digest.update(name.encode())
-            with stored.file.open("rb", buffering=0) as file:
-                file.seek((stored.begin + stored.end) // 2)
-                digest.update(file.read(min(_SAMPLE_BYTES, stored.end - file.tell())))
+            with path.open("rb", buffering=0) as file:
+                end = entry.start + entry.num_bytes
+                file.seek((entry.start + end) // 2)
+                digest.update(file.read(min(_SAMPLE_BYTES, end - file.tell())))
         return SourceIdentity(self._name, self._kind, self._folder, self._revision, digest.hexdigest())
 
     @cached_property
@@ -108,11 +102,12 @@ class SafetensorsSource:
         stored = self._tensors.get(name)
         if stored is None or name not in self.names():
             raise CheckpointError(f"{self._folder}: the model has no tensor {name}")
-        raw = torch.empty(stored.shape, dtype=FLOATS[stored.dtype])
-        with stored.file.open("rb", buffering=0) as file:
-            file.seek(stored.begin)
-            _read_exactly(file.readinto, raw.reshape(-1).view(torch.uint8).numpy().data, stored.file.name)
-        return checked_finite(raw.to(torch.float32), name, stored.file.name)
+        path, entry = stored
+        raw = torch.empty(entry.shape, dtype=FLOATS[entry.dtype])
+        with path.open("rb", buffering=0) as file:
+            file.seek(entry.start)
+            _read_exactly(file.readinto, raw.reshape(-1).view(torch.uint8).numpy().data, path.name)
+        return checked_finite(raw.to(torch.float32), name, path.name)
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         return load_tokenizer(self._folder)
@@ -146,59 +141,6 @@ def read_config(folder: Path, inside: Callable[[Path], Path]) -> dict[str, Any]:
     return _read_json(inside(path))
 
 
-def read_header(path: Path) -> dict[str, StoredTensor]:
-    """The tensors that a safetensors file declares, checked against its true size.
-
-    Format: u64 length N, N bytes of JSON, data; offsets in the JSON count from the end of it.
-
-    Raises:
-        CheckpointError: truncated, a header over 100 MB, or entries that contradict each other or the file.
-    """
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        prefix = file.read(8)
-        if len(prefix) < 8:
-            raise _truncated(path, size, 8)
-        (length,) = struct.unpack("<Q", prefix)
-        if length > MAX_HEADER_BYTES:
-            raise CheckpointError(f"{path.name}: header of {length:,} bytes, at most {MAX_HEADER_BYTES:,} are accepted")
-        if 8 + length > size:
-            raise _truncated(path, size, 8 + length)
-        try:
-            header = json.loads(file.read(length))
-        except ValueError as error:
-            raise CheckpointError(f"{path.name}: the header is not JSON: {error}") from error
-    if not isinstance(header, dict):
-        raise CheckpointError(f"{path.name}: the header must be a mapping, got {type(header).__name__}")
-    tensors = {
-        name: _stored(path, str(name), entry, 8 + length) for name, entry in header.items() if name != "__metadata__"
-    }
-    end = 8 + length
-    for name, stored in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end)):
-        if stored.begin < end:
-            raise CheckpointError(f"{path.name}: tensor {name} overlaps another one")
-        end = stored.end
-    if end > size:
-        raise _truncated(path, size, end)
-    return tensors
-
-
-def _stored(path: Path, name: str, entry: Any, data_begin: int) -> StoredTensor:
-    try:
-        dtype, shape = entry["dtype"], tuple(entry["shape"])
-        begin, end = entry["data_offsets"]
-        if not all(type(number) is int and number >= 0 for number in (*shape, begin, end)):
-            raise ValueError("negative or fractional number")
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{path.name}: the header's entry for {name} makes no sense: {error}") from error
-    if dtype in FLOATS and math.prod(shape) * FLOATS[dtype].itemsize != end - begin:
-        raise CheckpointError(
-            f"{path.name}: tensor {name} is {dtype} {list(shape)} but has {end - begin:,} bytes, "
-            f"expected {math.prod(shape) * FLOATS[dtype].itemsize:,}"
-        )
-    return StoredTensor(path, str(dtype), shape, data_begin + begin, data_begin + end)
-
-
 def _read_tensors(folder: Path, inside: Callable[[Path], Path]) -> dict[str, StoredTensor]:
     shards, weight_map = _shards(folder, inside)
     tensors: dict[str, StoredTensor] = {}
@@ -208,12 +150,12 @@ def _read_tensors(folder: Path, inside: Callable[[Path], Path]) -> dict[str, Sto
             raise CheckpointError(
                 f"{folder}: the shard {shard} that {INDEX} names is missing", "fetch the model again: it is incomplete"
             )
-        for name, stored in read_header(inside(path)).items():
+        for name, entry in read_header(inside(path)).items():
             if weight_map is not None and weight_map.get(name) != shard:
                 raise CheckpointError(
                     f"{shard}: tensor {name} is not listed for it in {INDEX}", "fetch the model again: files do not fit"
                 )
-            tensors[name] = stored
+            tensors[name] = StoredTensor(path, entry)
     for name, shard in (weight_map or {}).items():
         if name not in tensors:
             raise CheckpointError(f"{shard}: tensor {name} is listed in {INDEX} but is not there")
@@ -285,9 +227,3 @@ def _read_exactly(readinto: Callable[[memoryview], int | None], buffer: memoryvi
         if not got:
             raise CheckpointError(f"{name}: {len(buffer) - done:,} bytes are missing: the file was cut while in use")
         done += got
-
-
-def _truncated(path: Path, size: int, needed: int) -> CheckpointError:
-    return CheckpointError(
-        f"{path.name} is truncated: {size:,} bytes, its header asks for {needed:,}", "fetch the file again"
-    )

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from w4a4.configs.architecture import ModelConfig
 from w4a4.configs.errors import CheckpointError, NotFoundError
+from w4a4.configs.safetensors_header import MAX_HEADER_BYTES, TensorEntry, read_header
 from w4a4.export.finding import Finding, raise_first
 from w4a4.export.packed_linear import (
     FLOATS,
@@ -30,7 +31,6 @@ from w4a4.export.packed_linear import (
     value_findings,
 )
 from w4a4.export.quantization_config import FEATURES, FORMAT_VERSION, LayoutRules, read_quantization_config
-from w4a4.export.safetensors_header import MAX_HEADER_BYTES, TensorEntry, read_header
 from w4a4.kernels.layout import LinearLayout
 
 CONFIG_FILE = "config.json"

@@ -17,9 +17,13 @@ import torch
 from torch import Tensor
 
 from w4a4.configs.errors import ResourceError, UsageError
-from w4a4.export.safetensors_header import DTYPE_NAMES, TensorEntry, encode_header, in_file_order
+from w4a4.configs.safetensors_header import TensorEntry, encode_header, in_file_order
 
 PART_SUFFIX = ".part"
+DTYPE_NAMES = {
+    torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.float16: "F16",
+    torch.bfloat16: "BF16", torch.int32: "I32", torch.float32: "F32", torch.int64: "I64", torch.float64: "F64",
+}  # fmt: skip
 _CHUNK_BYTES = 1 << 24
 
 

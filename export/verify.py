@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from w4a4.configs.errors import W4A4Error
+from w4a4.configs.safetensors_header import TensorEntry, read_header
 from w4a4.export.checkpoint import (
     MANIFEST_FILE,
     PackedCheckpoint,
@@ -25,7 +26,6 @@ from w4a4.export.finding import Finding
 from w4a4.export.manifest import read_manifest, sha256_of
 from w4a4.export.packed_linear import SUFFIXES
 from w4a4.export.quantization_config import read_quantization_config
-from w4a4.export.safetensors_header import TensorEntry, read_header
 
 _SHARING_INPUT = (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj"))
 

@@ -33,6 +33,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from w4a4.configs.errors import UsageError
+from w4a4.configs.safetensors_header import TensorEntry, encode_header, in_file_order, read_header
 from w4a4.export.checkpoint import (
     CARD_FILE,
     CONFIG_FILE,
@@ -46,7 +47,6 @@ from w4a4.export.manifest import build_manifest, encode_json
 from w4a4.export.output_lock import OutputLock
 from w4a4.export.packed_linear import SUFFIXES, PackedLinear
 from w4a4.export.quantization_config import LayoutRules, read_quantization_config, required_features
-from w4a4.export.safetensors_header import TensorEntry, encode_header, in_file_order, read_header
 
 MAX_SHARD_BYTES = 5_000_000_000
 _OWN_FILES = {CARD_FILE, CONFIG_FILE, INDEX_FILE, MANIFEST_FILE, RECIPE_FILE}

@@ -149,7 +149,7 @@ def test_shards_keep_to_their_limit(tiny: ModuleType, tmp_path: Path) -> None:
 
 
 def test_plan_gives_a_larger_tensor_its_own_shard() -> None:
-    from w4a4.export.safetensors_header import TensorEntry
+    from w4a4.configs.safetensors_header import TensorEntry
 
     entries = [TensorEntry(name, "U8", (size,)) for name, size in [("a", 3), ("b", 9), ("c", 2), ("d", 2), ("e", 1)]]
     assert plan_shards(entries, 4) == [["a"], ["b"], ["c", "d"], ["e"]]

@@ -1,7 +1,8 @@
 """The header of a safetensors file: checked before anything maps the file, and always written the same.
 
 The format is 8 bytes of header length (little endian), a JSON object, then the tensors' bytes. Everything here treats
-the file as untrusted: lengths are compared with the file's size before a byte of the header is read.
+the file as untrusted, be it a source's or a checkpoint's: lengths are compared with the file's size before a byte of
+the header is read.
 """
 
 from __future__ import annotations
@@ -14,18 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from w4a4.configs.errors import CheckpointError
 
 MAX_HEADER_BYTES = 100_000_000
 ITEM_BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
     "I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8,
-}  # fmt: skip
-DTYPE_NAMES = {
-    torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.float16: "F16",
-    torch.bfloat16: "BF16", torch.int32: "I32", torch.float32: "F32", torch.int64: "I64", torch.float64: "F64",
 }  # fmt: skip
 
 

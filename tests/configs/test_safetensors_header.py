@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from w4a4.configs.errors import CheckpointError
+from w4a4.configs.safetensors_header import ITEM_BYTES, MAX_HEADER_BYTES, read_header
 from w4a4.export.durable_file import write_tensors
-from w4a4.export.safetensors_header import ITEM_BYTES, MAX_HEADER_BYTES, read_header
 
 TENSORS = {
     "b": torch.arange(6, dtype=torch.int32).reshape(2, 3),
