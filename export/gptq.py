@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -51,7 +52,7 @@ def gptq(
         damping: share of H's mean diagonal added to its diagonal; raised tenfold until H can be factored.
         act_order: within int4 segments visit columns by descending diagonal of H. Codes come back in stored order.
         group_size: columns per scale; 0: one scale per row and segment.
-        block: columns between two updates of everything that follows (speed only).
+        block: columns between two updates of everything that follows (speed only); at most 128 on a GPU.
 
     A dead channel (zero diagonal) is rounded to nearest and takes part in no compensation.
 
@@ -68,31 +69,20 @@ def gptq(
     backwards = order.flip(0)
     factor, used_damping = _inverse_factor(hessian[backwards[:, None], backwards], damping)
 
-    column_bits = bits[order].tolist()
-    column_scale = scale_index[order].tolist()
+    round_block = _block_rounder(bits[order], scale_index[order], scales.float().T.contiguous())
     # One row per column of the weight, in visiting order: what the loop reads and writes is contiguous.
     remaining = weight.T[order].contiguous()
     rounded = torch.empty_like(remaining)  # codes, or values of 16-bit columns
     errors = torch.empty(min(block, columns), rows, device=weight.device)
-    row_scale = scales.float().T.contiguous()
 
     for start in range(0, columns, block):
         stop = min(start + block, columns)
-        for column in range(start, stop):
-            done = column - start
-            current = remaining[column]
-            if done:
-                current = current - factor[start:column, column] @ errors[:done]
-            if column_bits[column] == 16:
-                rounded[column] = value = current.bfloat16().float()
-            else:
-                index = column_scale[column]
-                low, high = CODE_RANGE[column_bits[column]]
-                rounded[column] = code = torch.round(current / row_scale[index]).clamp_(low, high)
-                value = code * row_scale[index]
-            errors[done] = (current - value) / factor[column, column]
+        made = errors[: stop - start]
+        round_block(
+            slice(start, stop), remaining[start:stop], rounded[start:stop], made, factor[start:stop, start:stop]
+        )
         if stop < columns:
-            remaining[stop:].addmm_(factor[start:stop, stop:].T, errors[: stop - start], alpha=-1)
+            remaining[stop:].addmm_(factor[start:stop, stop:].T, made, alpha=-1)
 
     stored = remaining  # no longer read
     stored[order] = rounded
@@ -137,6 +127,50 @@ def _check(weight: Tensor, hessian: Tensor, scales: Tensor, segments: Sequence[S
     for name, tensor in (("weight", weight), ("Hessian", hessian)):
         if not torch.isfinite(tensor).all():
             raise NumericsError(f"{name} {tuple(tensor.shape)} is not finite: GPTQ cannot run on it")
+
+
+class _RoundBlock(Protocol):
+    def __call__(self, columns: slice, remaining: Tensor, rounded: Tensor, errors: Tensor, factor: Tensor) -> None:
+        """Round columns [C, N] of `remaining` one after the other; write codes and errors over `factor`'s diagonal."""
+
+
+def _block_rounder(bits: Tensor, scale_index: Tensor, scales: Tensor) -> _RoundBlock:
+    """Bits and scale of every column in visiting order [K], scales [S, N]."""
+    if scales.is_cuda:
+        return _gpu_rounder(bits, scale_index, scales)
+    column_bits, column_scale = bits.tolist(), scale_index.tolist()
+
+    def round_block(columns: slice, remaining: Tensor, rounded: Tensor, errors: Tensor, factor: Tensor) -> None:
+        for done, column in enumerate(range(columns.start, columns.stop)):
+            current = remaining[done]
+            if done:
+                current = current - factor[:done, done] @ errors[:done]
+            if column_bits[column] == 16:
+                rounded[done] = value = current.bfloat16().float()
+            else:
+                index = column_scale[column]
+                low, high = CODE_RANGE[column_bits[column]]
+                rounded[done] = code = torch.round(current / scales[index]).clamp_(low, high)
+                value = code * scales[index]
+            errors[done] = (current - value) / factor[done, done]
+
+    return round_block
+
+
+def _gpu_rounder(bits: Tensor, scale_index: Tensor, scales: Tensor) -> _RoundBlock:
+    from w4a4.export.gptq_columns import round_columns
+
+    low, high = torch.zeros_like(bits, dtype=torch.float32), torch.zeros_like(bits, dtype=torch.float32)
+    for width, (lowest, highest) in CODE_RANGE.items():
+        low.masked_fill_(bits == width, lowest)
+        high.masked_fill_(bits == width, highest)
+    index = scale_index.int()
+
+    def round_block(columns: slice, remaining: Tensor, rounded: Tensor, errors: Tensor, factor: Tensor) -> None:
+        grid = (index[columns], low[columns], high[columns])
+        round_columns(remaining, rounded, errors, factor, scales, grid)
+
+    return round_block
 
 
 def _per_column(segments: Sequence[Segment], group_size: int, device: torch.device) -> tuple[Tensor, Tensor]:
