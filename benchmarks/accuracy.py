@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from reference_ops import reference_model
+from reference_ops import window_models
+from resident_source import ResidentSource
 from torch import Tensor
 
 from w4a4.calibrate.decoder import FloatModel, LayerMath, layer_weights
@@ -34,7 +35,8 @@ from w4a4.export.pipeline import quantize
 from w4a4.export.summary import summarize_checkpoint
 from w4a4.kernels.layout import ActMode
 from w4a4.kernels.reference import block_hadamard, dequantize_kv, quantize_kv, rms_norm
-from w4a4.serve.evaluate import Evaluation, evaluate_all
+from w4a4.serve.evaluate import Evaluation, LogitsFunction, evaluate_all
+from w4a4.serve.model import CausalLM
 
 PATHS: dict[str, tuple[tuple[ActMode, int], ...]] = {
     "dual": (("map", 4), ("a8", 4), ("a16", 16), ("map", 16)),
@@ -103,11 +105,14 @@ def main() -> None:
     parser.add_argument("--window", type=int, default=2048)
     parser.add_argument("--data", default="wikitext2", help="text scored")
     parser.add_argument("--split", default="test", help="of that text; choose on validation, report on test")
-    parser.add_argument("--device", default="cpu", help="where all of it runs, by the reference's operations")
+    parser.add_argument("--batch", type=int, default=1, help="windows scored at a time")
+    parser.add_argument("--device", default="cpu", help="where all of it runs; on a GPU by the reference's operations")
     parser.add_argument("--commit", default="", help="of this repository, where git is not at hand")
     parser.add_argument("--no-kv-alone", action="store_true")
     arguments = parser.parse_args()
     source = open_source(arguments.model)
+    if arguments.device != "cpu":
+        source = ResidentSource(source, arguments.device)
     text = load_text(arguments.data, arguments.split)
     ids = windows(source.tokenizer(), text, arguments.window, arguments.tokens)
     reference = FloatModel(source, arguments.device)
@@ -153,17 +158,20 @@ class _Recorder:
             checkpoint = open_checkpoint(quantize(source, stats, recipe, Path(folder) / "packed", device))
             summary = summarize_checkpoint(checkpoint)
             paths = PATHS.get(recipe.name, PATHS["dual"])
-            models = {
-                (act, kv): partial(reference_model(checkpoint, device, act, kv).score, chunk=self.arguments.window)
-                for act, kv in paths
-            }
+            models: dict[tuple[ActMode, int], LogitsFunction] = {}
+            if device == "cpu":
+                for act, kv in paths:
+                    models[act, kv] = partial(CausalLM(checkpoint, device, act, kv).score, chunk=self.arguments.window)
+            else:
+                models |= window_models(checkpoint, device, paths)
             self.add(stats, recipe.name, models, summary.weight_bits, summary.mac_share_4bit)
 
     def add(
-        self, stats: CalibrationStats, recipe: str, models: dict[tuple[ActMode, int], Callable[[Tensor], Tensor]],
+        self, stats: CalibrationStats, recipe: str, models: dict[tuple[ActMode, int], LogitsFunction],
         weight_bits: float, mac_share: float,
     ) -> None:  # fmt: skip
-        results = evaluate_all({f"{act}/{kv}": model for (act, kv), model in models.items()}, self.ids, self.reference)
+        named = {f"{act}/{kv}": model for (act, kv), model in models.items()}
+        results = evaluate_all(named, self.ids, self.reference, batch=self.arguments.batch)
         for (act, kv), result in zip(models, results.values(), strict=True):
             self.records.append(self._record(stats.run, recipe, act, kv, result, weight_bits, mac_share))
             print(recipe, f"seed {stats.run.seed}", act, f"kv{kv}", f"ppl {result.perplexity:.3f}",

@@ -6,6 +6,7 @@ computed through float32 GEMMs where every partial sum is below 2**24 and theref
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -158,6 +159,7 @@ def w4ax_gemm(
     weight_scales: Tensor,
     layout: LinearLayout,
     bias: Tensor | None = None,
+    matmul: Callable[[Tensor, Tensor], Tensor] = integer_matmul,
 ) -> Tensor:
     """y[t, n] = sum over segments of s_x[t, seg] * s_w[n, seg] * sum_k (q_x - z_x) q_w, + 16-bit columns, + bias.
 
@@ -165,6 +167,7 @@ def w4ax_gemm(
         weights: one [N, width] tensor per segment in stored order: int8 codes, or float for 16-bit outlier columns.
         weight_scales: f32 [N, layout.num_scales].
         bias: [N] or None.
+        matmul: the exact integer product.
     Returns: float32 [T, N].
     """
     tokens = activation.codes.shape[0] if activation.unquantized is None else activation.unquantized.shape[0]
@@ -174,7 +177,7 @@ def w4ax_gemm(
     for segment, weight in zip(layout.segments, weights, strict=True):
         if segment.act_bits < 16:
             codes = activation.codes[:, code_start : code_start + segment.width]
-            product = integer_matmul(codes, weight).float()
+            product = matmul(codes, weight).float()
             if activation.zeros is not None:
                 row_sums = weight.sum(1, dtype=torch.int32).float()
                 product = product - activation.zeros[:, activation_index, None] * row_sums

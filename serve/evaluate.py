@@ -21,6 +21,7 @@ from torch import Tensor
 from w4a4.configs.errors import NumericsError, UsageError
 
 BLOCK_ELEMENTS = 1 << 24  # float32 logits reduced at a time: 64 MiB, and about four times that with the temporaries
+GPU_BLOCK_ELEMENTS = 1 << 28  # the same on a GPU, where launches are what many small blocks would wait for
 
 
 @dataclass(frozen=True)
@@ -149,7 +150,8 @@ class _Sums:
                 source_losses -= reference.gather(2, targets).double().sum((1, 2)).cpu()
                 self.agreed += int((block.argmax(2) == reference.argmax(2)).sum())
                 self.kl += float((reference.exp() * (reference - block)).sum(2, dtype=torch.float64).sum())
-            start, rows = stop, max(1, BLOCK_ELEMENTS // (block.shape[0] * block.shape[2]))
+            elements = GPU_BLOCK_ELEMENTS if block.is_cuda else BLOCK_ELEMENTS
+            start, rows = stop, max(1, elements // (block.shape[0] * block.shape[2]))
         self.losses += losses.tolist()
         if source is not None:
             self.source_losses += source_losses.tolist()
