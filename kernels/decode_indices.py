@@ -1,4 +1,4 @@
-"""A decode step's indices for a GPU, in Triton: two small launches instead of the two dozen that PyTorch would take.
+"""A decode step's indices for a GPU, in Triton: one small launch instead of the two dozen that PyTorch would take.
 
 What they compute is what `kv4.KVBatch` defines for one new token per sequence, and `rope.rope_tables` looked up in a
 table of all positions.
@@ -36,40 +36,46 @@ class DecodeIndices:
 
 
 @triton.jit
-def _places(
+def _indices(
     lengths,  # int32 [B]
     tables,  # int32 [B, width]
     sink_pages,  # int32 [B]
     slots,  # int64 [B]
     sink_slots,  # int64 [B]
     tile_ends,  # int32 [B]
+    cos_table,  # float32 [positions, HALF]
+    sin_table,
+    cos,  # float32 [B, HALF]
+    sin,
     count,
     width,
     PAGE: tl.constexpr,
     SINKS: tl.constexpr,
     TILE: tl.constexpr,
+    HALF: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    sequence = tl.arange(0, BLOCK)
-    keep = sequence < count
-    length = tl.load(lengths + sequence, mask=keep, other=0)
-    position = tl.maximum(length - 1, 0)
-    is_used = length > 0
-    page = tl.load(tables + sequence.to(tl.int64) * width + position // PAGE, mask=keep & is_used, other=0).to(tl.int64)
-    tl.store(slots + sequence, tl.where(is_used, page * PAGE + position % PAGE, -1), mask=keep)
-    if SINKS > 0:
-        sink = tl.load(sink_pages + sequence, mask=keep, other=0).to(tl.int64) * SINKS + position
-        tl.store(sink_slots + sequence, tl.where(is_used & (position < SINKS), sink, -1), mask=keep)
-    tiles = tl.where(keep, tl.maximum((length + TILE - 1) // TILE, 1), 0)
-    tl.store(tile_ends + sequence, tl.cumsum(tiles, 0), mask=keep)
-
-
-@triton.jit
-def _rotary(lengths, cos_table, sin_table, cos, sin, HALF: tl.constexpr):
-    sequence, channels = tl.program_id(0), tl.arange(0, HALF)
-    row = tl.maximum(tl.load(lengths + sequence) - 1, 0).to(tl.int64) * HALF
-    tl.store(cos + sequence * HALF + channels, tl.load(cos_table + row + channels))
-    tl.store(sin + sequence * HALF + channels, tl.load(sin_table + row + channels))
+    """Programs 0 to B - 1 look up a sequence's angles, program B computes the places of all."""
+    program = tl.program_id(0)
+    if program < count:
+        channels = tl.arange(0, HALF)
+        row = tl.maximum(tl.load(lengths + program) - 1, 0).to(tl.int64) * HALF
+        tl.store(cos + program * HALF + channels, tl.load(cos_table + row + channels))
+        tl.store(sin + program * HALF + channels, tl.load(sin_table + row + channels))
+    else:
+        sequence = tl.arange(0, BLOCK)
+        keep = sequence < count
+        length = tl.load(lengths + sequence, mask=keep, other=0)
+        position = tl.maximum(length - 1, 0)
+        is_used = length > 0
+        entry = tables + sequence.to(tl.int64) * width + position // PAGE
+        page = tl.load(entry, mask=keep & is_used, other=0).to(tl.int64)
+        tl.store(slots + sequence, tl.where(is_used, page * PAGE + position % PAGE, -1), mask=keep)
+        if SINKS > 0:
+            sink = tl.load(sink_pages + sequence, mask=keep, other=0).to(tl.int64) * SINKS + position
+            tl.store(sink_slots + sequence, tl.where(is_used & (position < SINKS), sink, -1), mask=keep)
+        tiles = tl.where(keep, tl.maximum((length + TILE - 1) // TILE, 1), 0)
+        tl.store(tile_ends + sequence, tl.cumsum(tiles, 0), mask=keep)
 
 
 def decode_indices(
@@ -91,10 +97,10 @@ def decode_indices(
     sinks = None if sink_pages is None else torch.empty_like(slots)
     tile_ends = torch.empty(count, dtype=torch.int32, device=device)
     cos, sin = (torch.empty(count, layout.head_dim // 2, device=device) for _ in range(2))
-    _places[(1,)](
+    _indices[(count + 1,)](
         context_lengths, block_tables, slots if sink_pages is None else sink_pages, slots,
-        slots if sinks is None else sinks, tile_ends, count, width, PAGE=layout.page_size,
-        SINKS=0 if sinks is None else layout.num_sinks, TILE=TILE, BLOCK=max(32, triton.next_power_of_2(count)),
+        slots if sinks is None else sinks, tile_ends, *rotary, cos, sin, count, width, PAGE=layout.page_size,
+        SINKS=0 if sinks is None else layout.num_sinks, TILE=TILE, HALF=layout.head_dim // 2,
+        BLOCK=max(32, triton.next_power_of_2(count)),
     )  # fmt: skip
-    _rotary[(count,)](context_lengths, *rotary, cos, sin, HALF=layout.head_dim // 2, num_warps=1)
     return DecodeIndices(slots, sinks, cos, sin, tile_ends)

@@ -1,4 +1,5 @@
 """Element-wise kernels of the baselines, in Triton: fused as anybody would fuse them, so that the baselines are fair.
+The last norm of every model is one of them.
 
 Rows are tokens. Where `QUANTIZES`, the result is float8 e4m3 with one scale per row (absmax / 448), what
 `torch._scaled_mm` takes, which wants a multiple of 16 rows: those beyond the tokens are there and hold nothing. Else

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from w4a4.serve.model import CausalLM, KVCache
+from w4a4.serve.step_batches import DecodeBatch, counting
 
 
 def batch_buckets(max_num_seqs: int) -> list[int]:
@@ -29,7 +30,7 @@ class DecodeGraph:
 
     Buffers that the caller fills before `replay`, on the device:
         input_ids int32 [B], context_lengths int32 [B] (the new token included; 0: an empty slot),
-        sink_slots int32 [B], block_tables int32 [B, table_width]
+        sink_pages int32 [B] (`KVCache.sink_pages`), block_tables int32 [B, table_width]
     Results, overwritten by every replay: logits float32 [B, V]; next_tokens int32 [B] where `is_greedy`.
 
     Args:
@@ -51,7 +52,7 @@ class DecodeGraph:
         self.batch_size = batch_size
         self.input_ids = torch.zeros(batch_size, dtype=torch.int32, device=device)
         self.context_lengths = torch.zeros(batch_size, dtype=torch.int32, device=device)
-        self.sink_slots = torch.zeros(batch_size, dtype=torch.int32, device=device)
+        self.sink_pages = torch.zeros(batch_size, dtype=torch.int32, device=device)
         self.block_tables = torch.zeros(batch_size, table_width, dtype=torch.int32, device=device)
         self.next_tokens = self.input_ids if is_greedy else None
 
@@ -70,9 +71,17 @@ class DecodeGraph:
 
     @torch.inference_mode()
     def _step(self) -> Tensor:
-        batch = self._cache.decode_batch(self.block_tables, self.context_lengths, self.sink_slots)
+        starts = counting(self.batch_size + 1, self._model.device)
+        sink_pages = self.sink_pages if self._cache.layout.num_sinks else None
+        batch = DecodeBatch(self.block_tables, starts, self.context_lengths, sink_pages)
         logits = self._model.logits(self._model.forward(self.input_ids, batch, self._cache))
-        if self.next_tokens is not None:
+        if self.next_tokens is None:
+            return logits
+        if logits.is_cuda:
+            from w4a4.kernels.row_maxima import advance_greedily
+
+            advance_greedily(logits, self.next_tokens, self.context_lengths)
+        else:
             self.next_tokens.copy_(logits.argmax(-1))
             self.context_lengths += 1
         return logits
@@ -102,7 +111,8 @@ class DecodeGraphs:
         pool = torch.cuda.graph_pool_handle() if is_gpu else None
         graphs = [DecodeGraph(model, cache, size, table_width, pool=pool) for size in reversed(self._sizes)]
         self._graphs = graphs[::-1]
-        # tokens, context lengths, sink slots, then tables: a step's indices travel in one copy
+        self._first_sink_page = cache.num_pages
+        # tokens, context lengths, sink pages, then tables: a step's indices travel in one copy
         words = self._sizes[-1] * (3 + table_width)
         self._host = torch.empty(words, dtype=torch.int32, pin_memory=is_gpu)
         self._staging = torch.empty(words, dtype=torch.int32, device=model.device)
@@ -124,7 +134,7 @@ class DecodeGraphs:
         words = num_seqs * (3 + width)
         host = self._host[:words]
         fields = host[: 3 * num_seqs].view(3, num_seqs)
-        fields[0], fields[1], fields[2] = input_ids, context_lengths, sink_slots
+        fields[0], fields[1], fields[2] = input_ids, context_lengths, sink_slots + self._first_sink_page
         host[3 * num_seqs :].view(num_seqs, width).copy_(block_tables)
         staging = self._staging[:words]
         staging.copy_(host, non_blocking=True)
@@ -133,7 +143,7 @@ class DecodeGraphs:
         own = staging[: 3 * num_seqs].view(3, num_seqs)
         graph.input_ids[:num_seqs].copy_(own[0])
         graph.context_lengths[:num_seqs].copy_(own[1])
-        graph.sink_slots[:num_seqs].copy_(own[2])
+        graph.sink_pages[:num_seqs].copy_(own[2])
         if num_seqs < graph.batch_size:
             graph.context_lengths[num_seqs:].zero_()
         graph.block_tables[:num_seqs, :width].copy_(staging[3 * num_seqs :].view(num_seqs, width))

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from w4a4.configs.architecture import ModelConfig
@@ -22,7 +21,7 @@ from w4a4.kernels.kv4 import KVBatch, KVPageLayout, allocate_pages
 from w4a4.kernels.layout import ActMode
 from w4a4.kernels.reference import rms_norm
 from w4a4.serve.attention import HeadWeights, PagedAttention
-from w4a4.serve.step_batches import DecodeBatch, KnownBatch
+from w4a4.serve.step_batches import DecodeBatch, KnownBatch, counting
 
 PAGE_SIZE = 16
 
@@ -64,7 +63,7 @@ class KVCache:
         self, block_tables: Tensor, query_start: Tensor, context_lengths: Tensor, sink_slots: Tensor | None
     ) -> KVBatch:
         """The step's indices as the KV kernels want them; `sink_slots` int [B] is ignored where there are no sinks."""
-        return KVBatch(block_tables, query_start, context_lengths, self._sink_pages(sink_slots))
+        return KVBatch(block_tables, query_start, context_lengths, self.sink_pages(sink_slots))
 
     def known_batch(
         self, block_tables: Tensor, starts: list[int], lengths: list[int], sink_slots: Tensor | None
@@ -76,16 +75,16 @@ class KVCache:
             torch.tensor(values, dtype=torch.int32, pin_memory=device.type == "cuda").to(device, non_blocking=True)
             for values in (starts, lengths)
         )
-        sink_pages = self._sink_pages(sink_slots)
+        sink_pages = self.sink_pages(sink_slots)
         return KnownBatch(block_tables, query_start, context_lengths, sink_pages, (starts, lengths))
 
     def decode_batch(self, block_tables: Tensor, context_lengths: Tensor, sink_slots: Tensor | None) -> DecodeBatch:
         """The same for a step in which every sequence has one new token, or none (context length 0: padding)."""
-        device = context_lengths.device
-        starts = torch.arange(context_lengths.shape[0] + 1, dtype=torch.int32, device=device)
-        return DecodeBatch(block_tables, starts, context_lengths, self._sink_pages(sink_slots))
+        starts = counting(context_lengths.shape[0] + 1, context_lengths.device)
+        return DecodeBatch(block_tables, starts, context_lengths, self.sink_pages(sink_slots))
 
-    def _sink_pages(self, sink_slots: Tensor | None) -> Tensor | None:
+    def sink_pages(self, sink_slots: Tensor | None) -> Tensor | None:
+        """The pages of sink slots; None where there are no sinks."""
         if not self.layout.num_sinks:
             return None
         assert sink_slots is not None
@@ -234,17 +233,18 @@ class CausalLM:
             activation = self.ops.silu_mul_quantize(self.ops.linear_forward(activation, layer.gate_up), layer.down)
             update = self.ops.linear_forward(activation, layer.down)
         assert update is not None
-        hidden = residual + update
         if self.device.type == "cpu":
-            return rms_norm(hidden, self.final_norm, config.rms_norm_eps)
-        return F.rms_norm(hidden, (config.hidden_size,), self.final_norm, config.rms_norm_eps)
+            return rms_norm(residual + update, self.final_norm, config.rms_norm_eps)
+        from w4a4.serve.baseline_kernels import rmsnorm
+
+        return rmsnorm(residual, update, self.final_norm, config.rms_norm_eps, is_fp8=False)[1]
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 logits [R, V] of hidden states [R, H]."""
         if self.device.type == "cpu":
             return head_matmul(hidden, self.head)
-        return F.linear(hidden, self.head).float()
+        return torch.mm(hidden, self.head.T, out_dtype=torch.float32)
 
     @torch.inference_mode()
     def hidden_states(self, tokens: Tensor, chunk: int = 512) -> Tensor:

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 import torch
 from torch import Tensor
 
 from w4a4.kernels.kv4 import KVBatch
+
+
+@cache
+def counting(count: int, device: torch.device) -> Tensor:
+    """int32 0 to count - 1: made once for all steps, so that a captured step need not."""
+    return torch.arange(count, dtype=torch.int32, device=device)
 
 
 @dataclass(frozen=True)

@@ -88,7 +88,9 @@ class FixedBatch:
         if self._graph is None:
             graph = DecodeGraph(self.model, self.cache, self.batch, self.tables.shape[1], is_greedy=True)
             graph.block_tables.copy_(self.tables)
-            graph.sink_slots.copy_(self.sink_slots)
+            sink_pages = self.cache.sink_pages(self.sink_slots)
+            if sink_pages is not None:
+                graph.sink_pages.copy_(sink_pages)
             self._graph = graph
         return self._graph
 

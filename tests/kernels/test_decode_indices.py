@@ -1,4 +1,4 @@
-"""A decode step's indices computed in two launches equal those that `KVBatch` defines."""
+"""A decode step's indices computed in one launch equal those that `KVBatch` defines."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def test_greedy_tokens_feed_back() -> None:
     cache, tokens, tables = prefilled(model)
     graph = DecodeGraph(model, cache, 3, 4, is_greedy=True)
     graph.block_tables.copy_(tables)
-    graph.sink_slots.copy_(torch.arange(3))
+    graph.sink_pages.copy_(torch.arange(3) + cache.num_pages)
     graph.context_lengths.copy_(torch.tensor(LENGTHS) + 1)
     graph.input_ids.copy_(torch.stack([tokens[row, length] for row, length in enumerate(LENGTHS)]))
     answers = []
