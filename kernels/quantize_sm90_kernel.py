@@ -118,19 +118,19 @@ class QuantizeKernel:
         cute.arch.sync_threads()
         # Programmatic dependent launch: the next kernel may set itself up now, and inputs are complete after the wait.
         cute.arch.griddepcontrol_launch_dependents()
-        cute.arch.griddepcontrol_wait()
-        if thread == 0:
-            for stage in cutlass.range_constexpr(v.stages):
-                if block + stage * grid < tokens:
-                    self.fetch(x, residual, storage, full, Int32(stage), block + stage * grid)
-
-        # What does not depend on the row: each thread keeps the sources and gains of its own channels in shared memory.
+        # What is the model's and no kernel's output: each thread keeps the sources and gains of its own channels in
+        # shared memory.
         sources = storage.sources.get_tensor(cute.make_layout((VECTOR, max(1, v.sources // VECTOR))))
         gains = storage.gains.get_tensor(cute.make_layout((VECTOR, max(1, v.gains // VECTOR))))
         if cutlass.const_expr(v.permuted):
             self.prepare_sources(sources, perm, thread)
         if cutlass.const_expr(v.weighted):
             self.prepare_gains(gains, sources, norm_weight, thread)
+        cute.arch.griddepcontrol_wait()
+        if thread == 0:
+            for stage in cutlass.range_constexpr(v.stages):
+                if block + stage * grid < tokens:
+                    self.fetch(x, residual, storage, full, Int32(stage), block + stage * grid)
 
         values = cute.make_rmem_tensor((VECTOR, VECTORS), Float32)
         num_rows = (tokens - block + grid - 1) // grid
