@@ -17,6 +17,7 @@ from w4a4.configs.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from w4a4.export.checkpoint import PackedCheckpoint
+    from w4a4.kernels.compile_cache import Kernel
     from w4a4.kernels.kernel_set_sm90 import LinearUse
     from w4a4.kernels.layout import ActMode
 
@@ -45,7 +46,8 @@ def command(
     from w4a4.kernels import compile_cache
     from w4a4.kernels.kernel_set_sm90 import kernels_of
 
-    kernels = kernels_of(linear_uses(open_checkpoint(folder), cast("ActMode", act)))
+    checkpoint = open_checkpoint(folder)
+    kernels = kernels_of(linear_uses(checkpoint, cast("ActMode", act))) | cache_kernels(checkpoint)
     target = out or compile_cache.default_folder()
     if dry_run:
         if as_json:
@@ -89,3 +91,28 @@ def linear_uses(checkpoint: PackedCheckpoint, act: ActMode) -> Iterator[LinearUs
             has_gain = bool(norm) and not bool((checkpoint.tensor(f"{prefix}{norm}.weight") == 1).all())
             is_permuted = f"{prefix}{names[0]}.input_perm" in checkpoint.entries
             yield LinearUse(replace(layouts[0], out_features=rows).at(act), sources, is_permuted, has_gain)
+
+
+def cache_kernels(checkpoint: PackedCheckpoint) -> dict[str, Kernel]:
+    """The kernels of `checkpoint`'s KV cache at its own width and at 16 bits (`--kv 16`), whose decode is Triton's.
+
+    Raises:
+        UnsupportedError: more query heads share a kv-head than the decode kernel takes.
+    """
+    import torch
+
+    from w4a4.kernels.kv4 import KVPageLayout
+    from w4a4.kernels.kv4_sm90 import kernels_of
+    from w4a4.serve.model import PAGE_SIZE
+
+    config, kv = checkpoint.config, checkpoint.quantization["kv_cache"]
+    kernels: dict[str, Kernel] = {}
+    for bits in sorted({int(kv["bits"]), 16}):
+        sinks = int(kv["sink_tokens"]) if bits == 4 else 0
+        layout = KVPageLayout(config.num_kv_heads, config.head_dim, PAGE_SIZE, bits, sinks)
+        flags = config.qk_norm, bool(kv["k_mean"]), bool(kv["qk_hadamard"])
+        try:
+            kernels |= kernels_of(layout, config.num_heads, torch.bfloat16, *flags)
+        except ValueError as error:
+            raise UnsupportedError(str(error), "run with --device cpu") from error
+    return kernels

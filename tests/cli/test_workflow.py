@@ -265,3 +265,7 @@ def test_compile_lists_the_kernels_of_a_checkpoint(invoke: Any, packed: Path) ->
     assert document["arch"] == "sm_90a"
     assert len(document["kernels"]) == len(set(document["kernels"]))
     assert any(name.startswith("quantize-silu-192-a8") for name in document["kernels"])
+    cache = [name for name in document["kernels"] if name.startswith("kv4")]
+    assert len(cache) == 3
+    assert sum(name.startswith("kv4-decode") for name in cache) == 1
+    assert sum("-b4-" in name for name in cache) == sum("-b16-" in name for name in cache) == 1
