@@ -28,6 +28,7 @@ COMMANDS = {
     "serve": "Answer HTTP requests in OpenAI's format.",
     "inspect": "Show what a checkpoint or model is made of.",
     "verify": "Check every byte and tensor of a checkpoint.",
+    "export": "Rewrite a checkpoint for other tools.",
     "compile": "Compile kernels ahead of time.",
     "models": "List the known models, or fetch one.",
     "doctor": "Look at this machine: what will run here, and what is missing.",

@@ -3,6 +3,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -88,3 +89,22 @@ def breakable(written: Path, tmp_path: Path) -> Breakable:
     path = tmp_path / "tiny-w4a4"
     shutil.copytree(written, path)
     return Breakable(path)
+
+
+@pytest.fixture(scope="session")
+def quantized(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`quantized("qwen3", "dual", kv_mean=False)`: a tiny checkpoint that the pipeline wrote, made once."""
+    path = Path(__file__).parents[1] / "serve" / "tiny_packed.py"
+    spec = importlib.util.spec_from_file_location("tiny_packed", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    made: dict[tuple[object, ...], Path] = {}
+
+    def make(kind: str, recipe: str, **overrides: object) -> Path:
+        key = (kind, recipe, *sorted(overrides.items()))
+        if key not in made:
+            made[key] = module.write_packed(tmp_path_factory.mktemp("quantized"), kind, recipe, **overrides)
+        return made[key]
+
+    return make
