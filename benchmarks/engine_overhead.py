@@ -1,10 +1,10 @@
 """What scheduler, sampler and HTTP cost beside the model, with 64 requests decoding at once.
 
-`gap_ms` is how long a device would be idle in each step: from the end of its work to the runner's next call. The
-device is a clock here: the runner returns ready logits at once, as on a GPU, and the sampler waits until `--step-ms`
-after the call, as long as a large model's step takes. Once for the engine alone and once with 64 streams over HTTP,
-whose clients are a process of their own. Median over all decoding steps, so that others on the machine disturb it
-little; p90 beside it.
+`gap_ms` is how long a device would be idle in each step: from the end of its work to the runner's next call, 0 where
+that came before. The device is a clock here: the runner returns ready logits at once, as on a GPU, each step takes the
+device `--step-ms` after the one before, as long as a large model's step, and only then the host sees the tokens. Once
+for the engine alone and once with 64 streams over HTTP, whose clients are a process of their own. Median over all
+decoding steps, so that others on the machine disturb it little; p90 beside it.
 
 `stream_loss` is what is lost of the tokens per second of a tiny random model on this CPU when 64 clients stream,
 against the engine alone: the median over rounds that take turns. `cpu_ms` is processor time of this process per step.
@@ -43,14 +43,14 @@ from w4a4.serve.random_weights import RandomModel  # noqa: E402
 from w4a4.serve.request import Output, Request, SamplingParams  # noqa: E402
 from w4a4.serve.request import Sequence as EngineSequence  # noqa: E402
 from w4a4.serve.runner import Batch, LayerPlan, Runner, RunnerInfo  # noqa: E402
-from w4a4.serve.sampler import Sampled, Sampler  # noqa: E402
+from w4a4.serve.sampler import PendingTokens, Sampled, Sampler  # noqa: E402
 
 PROMPT_LENGTH = 100
 VOCAB_SIZE = 256
 
 
 class ReadyRunner:
-    """Returns logits that were made before; its device is busy for `step_seconds` after each call, see `wait`."""
+    """Returns logits that were made before; its device works on each call for `step_seconds`, one after the other."""
 
     def __init__(self, step_seconds: float, num_seqs: int) -> None:
         self.info = RunnerInfo(
@@ -68,25 +68,17 @@ class ReadyRunner:
         self._logits[:, 128:] = -torch.inf  # ASCII: every token is text that can be sent at once
         self._num_steps = 0
         self._num_seqs = num_seqs
-        self._called = 0.0
-        self._done = 0.0
+        self.done = 0.0  # when the device has finished what it was given
         self.gaps: list[float] = []  # seconds, of steps in which everyone decodes
 
     def step(self, batch: Batch) -> Tensor:
-        self._called = time.perf_counter()
-        if batch.is_decode and batch.num_seqs == self._num_seqs and self._done:
-            self.gaps.append(self._called - self._done)
+        now = time.perf_counter()
+        if batch.is_decode and batch.num_seqs == self._num_seqs and self.done:
+            self.gaps.append(max(0.0, now - self.done))
+        self.done = max(now, self.done) + self._step_seconds
         self._num_steps += 1
         first = self._num_steps % 64
         return self._logits[first : first + batch.logit_rows.shape[0]].clone()
-
-    def wait(self) -> None:
-        """Until the device has finished. What the host did meanwhile costs nothing, unless it took longer."""
-        end = self._called + self._step_seconds
-        left = end - time.perf_counter()
-        if left > 0:
-            time.sleep(left)
-        self._done = time.perf_counter() if left > 0 else end
 
     def explain(self) -> list[LayerPlan]:
         return []
@@ -95,16 +87,28 @@ class ReadyRunner:
         pass
 
 
+class LateTokens(PendingTokens):
+    """Tokens that the host sees when the clock says so."""
+
+    def __init__(self, pending: PendingTokens, at: float) -> None:
+        self.tokens = pending.tokens
+        self._pending = pending
+        self._at = at
+
+    def results(self) -> list[Sampled]:
+        time.sleep(max(0.0, self._at - time.perf_counter()))
+        return self._pending.results()
+
+
 class WaitingSampler(Sampler):
-    """The engine's sampler, which on a GPU waits for the logits."""
+    """The engine's sampler, whose tokens are there when the runner's device has finished."""
 
     def __init__(self, runner: ReadyRunner) -> None:
         super().__init__(VOCAB_SIZE)
         self._runner = runner
 
-    def sample(self, logits: Tensor, sequences: Sequence[EngineSequence]) -> list[Sampled]:
-        self._runner.wait()
-        return super().sample(logits, sequences)
+    def sample_later(self, logits: Tensor, sequences: Sequence[EngineSequence]) -> PendingTokens:
+        return LateTokens(super().sample_later(logits, sequences), self._runner.done)
 
 
 def wait_for_device(engine: Engine, runner: Runner) -> None:

@@ -43,7 +43,7 @@ def build_batch(plan: Pages[Scheduled], tables: BlockTables, page_size: int) -> 
     """The tensors for a plan, and how many logit rows each of its sequences gets.
 
     A sequence gets its last row if a token will be sampled, and the rows before it whose prompt log-probabilities are
-    asked for and not known yet.
+    asked for and not known yet. A token that only the device knows is 0: see `Batch.device_ids`.
     """
     input_ids: list[int] = []
     positions: list[int] = []
@@ -61,7 +61,7 @@ def build_batch(plan: Pages[Scheduled], tables: BlockTables, page_size: int) -> 
         end = start + num_tokens
         first_row = len(input_ids)
         if num_tokens == 1:  # decoding: most of the time
-            input_ids.append(sequence.tokens[start])
+            input_ids.append(0 if sequence.num_ahead else sequence.tokens[start])
             positions.append(start)
             page, offset = divmod(start, page_size)
             slots.append(sequence.pages[page] * page_size + offset)
@@ -83,7 +83,7 @@ def build_batch(plan: Pages[Scheduled], tables: BlockTables, page_size: int) -> 
             known = len(sequence.prompt_logprobs)
             wanted = range(max(start, known), min(end, sequence.num_prompt - 1))
             logit_rows += [first_row + position - start for position in wanted]
-        if end == len(sequence.tokens):
+        if end == len(sequence.tokens) + sequence.num_ahead:
             logit_rows.append(first_row + num_tokens - 1)
         num_logit_rows.append(len(logit_rows) - num_before)
     width = -(-max(context_lens) // page_size)

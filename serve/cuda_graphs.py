@@ -123,7 +123,8 @@ class DecodeGraphs:
         return self._sizes[-1]
 
     def step(self, input_ids: Tensor, context_lengths: Tensor, sink_slots: Tensor, block_tables: Tensor) -> Tensor:
-        """Logits float32 [B, V] of one decode step; arguments are CPU tensors as in `serve.runner.Batch`.
+        """Logits float32 [B, V] of one decode step; arguments are CPU tensors as in `serve.runner.Batch`, but
+        `input_ids` may be on the device.
 
         The result is valid until the next step.
         """
@@ -134,14 +135,16 @@ class DecodeGraphs:
         words = num_seqs * (3 + width)
         host = self._host[:words]
         fields = host[: 3 * num_seqs].view(3, num_seqs)
-        fields[0], fields[1], fields[2] = input_ids, context_lengths, sink_slots + self._first_sink_page
+        if input_ids.device == fields.device:
+            fields[0] = input_ids
+        fields[1], fields[2] = context_lengths, sink_slots + self._first_sink_page
         host[3 * num_seqs :].view(num_seqs, width).copy_(block_tables)
         staging = self._staging[:words]
         staging.copy_(host, non_blocking=True)
         if self._copied is not None:
             self._copied.record()
         own = staging[: 3 * num_seqs].view(3, num_seqs)
-        graph.input_ids[:num_seqs].copy_(own[0])
+        graph.input_ids[:num_seqs].copy_(own[0] if input_ids.device == fields.device else input_ids)
         graph.context_lengths[:num_seqs].copy_(own[1])
         graph.sink_pages[:num_seqs].copy_(own[2])
         if num_seqs < graph.batch_size:

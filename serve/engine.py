@@ -2,8 +2,10 @@
 
 Four doors: `submit` and `abort` from any thread, `stats` for a look, and a listener that is called from the engine's
 thread once per step with everything that is new. One step: take orders, schedule, run the model, sample, update
-sequences, hand out text. With a runner that returns before its device is done, text of the step before is made while
-the device works.
+sequences, hand out text. With a runner that returns before its device is done, steps of nothing but plain decoding run
+ahead: a step is launched with tokens that only the device knows yet, and the tokens and the text of the step before it
+are dealt with while the device works. A sequence that turns out to have ended has then been computed once more, for
+nothing.
 
 A failure of the runner leaves the device in an unknown state, so it ends the engine: every request gets an error,
 nothing new is taken, and `failure` says why. A failure that belongs to one request (its logits are not finite, its
@@ -17,7 +19,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -28,7 +30,7 @@ from w4a4.serve.detokenizer import Detokenizer
 from w4a4.serve.pages import PagePool
 from w4a4.serve.request import FinishReason, Output, Request, Sequence, TokenLogprob
 from w4a4.serve.runner import Runner
-from w4a4.serve.sampler import Sampled, Sampler, gather_logprobs
+from w4a4.serve.sampler import PendingTokens, Sampled, Sampler, gather_logprobs
 from w4a4.serve.scheduler import Scheduled, Scheduler, SchedulerLimits
 
 logger = logging.getLogger("w4a4.serve.engine")
@@ -87,6 +89,13 @@ class _News(NamedTuple):
     is_prompt_done: bool
 
 
+class _Ahead(NamedTuple):
+    """A step whose tokens the host has not seen: its sequences in the order of their rows."""
+
+    sequences: list[Sequence]
+    pending: PendingTokens
+
+
 class Engine:
     """Runs requests on a runner until `shutdown`.
 
@@ -111,6 +120,7 @@ class Engine:
         self._scheduler = Scheduler(pool, limits)
         self._sampler = Sampler(info.vocab_size, config.seed)
         self._sequences: dict[str, Sequence] = {}  # the engine thread's
+        self._ahead: _Ahead | None = None
         self._news: list[_News] = []
         self._finished: list[Sequence] = []
         self._num_steps = 0
@@ -268,6 +278,7 @@ class Engine:
             self._sequences[sequence.request.request_id] = sequence
             self._scheduler.add(sequence)
         if aborted:
+            self._settle()
             self._emit()  # nothing of an aborted request is left on its way
             outputs: list[Output] = []
             for request_id, reason in aborted:
@@ -283,15 +294,31 @@ class Engine:
 
     def step(self) -> None:
         """One step for whatever there is to do."""
+        if self._ahead is not None and not self._may_stay_ahead():
+            self._settle()
         plan = self._scheduler.schedule()
         if not plan:
             assert not self._scheduler.has_work, "the scheduler has work and plans none of it"
+            self._emit()
             return
         batch, num_logit_rows = build_batch(plan, self._scheduler.tables, self.info.page_size)
+        sequences = [entry.sequence for entry in plan]
+        if self._ahead is not None:
+            batch = replace(batch, device_ids=_rows_of(self._ahead, sequences))
         start = time.perf_counter()
         logits = self._runner.step(batch)
         if logits.shape != (batch.logit_rows.shape[0], self.info.vocab_size):
             raise RuntimeError(f"the runner returned {tuple(logits.shape)} logits for {batch.logit_rows.shape[0]} rows")
+        self._settle()
+        if self.info.is_asynchronous and batch.is_decode and all(map(_can_run_ahead, plan)):
+            self._ahead = _Ahead(sequences, self._sampler.sample_later(logits, sequences))
+            self._runner_seconds += time.perf_counter() - start
+            self._scheduler.commit(plan)
+            for sequence in sequences:
+                sequence.num_ahead = int(not sequence.is_finished)
+            self._num_steps += 1
+            self._emit()
+            return
         if self.info.is_asynchronous:
             self._emit()  # the text of the step before, while the device works
         sampled = self._sample(plan, logits, num_logit_rows)
@@ -301,6 +328,27 @@ class Engine:
         self._append(sampled)
         if not self.info.is_asynchronous or not self._scheduler.has_work:
             self._emit()
+
+    def _may_stay_ahead(self) -> bool:
+        """Whether the next step is the same sequences' next tokens, whatever the last ones are."""
+        scheduler = self._scheduler
+        running = scheduler.running
+        return (
+            (not scheduler.waiting or len(running) >= self.config.max_num_seqs)
+            and scheduler.pool.num_available >= len(running)  # nobody is preempted
+            and all(sequence.num_ahead for sequence in running)
+        )
+
+    def _settle(self) -> None:
+        """Wait for the tokens of the step that ran ahead, if any, and add them to their sequences."""
+        if self._ahead is None:
+            return
+        sequences, pending = self._ahead
+        self._ahead = None
+        pairs = list(zip(sequences, pending.results(), strict=True))
+        for sequence in sequences:
+            sequence.num_ahead = 0
+        self._append([pair for pair in pairs if not pair[0].is_finished])
 
     def _sample(
         self, plan: list[Scheduled], logits: torch.Tensor, num_logit_rows: list[int]
@@ -471,3 +519,24 @@ class Engine:
         self._sequences.clear()
         self._news.clear()
         self._listener(outputs)
+
+
+def _can_run_ahead(entry: Scheduled) -> bool:
+    """Whether the next step can do without the host's knowledge of the token that this one samples."""
+    sequence = entry.sequence
+    return sequence.is_finished or (
+        entry.is_sampled
+        and sequence.is_plain
+        and sequence.request.params.logprobs is None
+        and sequence.num_output + 1 < sequence.max_tokens
+    )
+
+
+def _rows_of(ahead: _Ahead, sequences: list[Sequence]) -> torch.Tensor:
+    """The tokens of `sequences`, in their order, out of those of a step that ran ahead; int64 [B] on their device."""
+    tokens = ahead.pending.tokens
+    if len(sequences) == len(ahead.sequences):
+        return tokens
+    rows = {id(sequence): row for row, sequence in enumerate(ahead.sequences)}
+    index = torch.tensor([rows[id(sequence)] for sequence in sequences], pin_memory=tokens.is_cuda)
+    return tokens[index.to(tokens.device, non_blocking=True)]

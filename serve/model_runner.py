@@ -140,13 +140,15 @@ class ModelRunner:
         device = self.model.device
         is_all_rows = batch.logit_rows.shape[0] == batch.num_tokens
         if self.graphs is not None and batch.is_decode and batch.num_seqs <= self.graphs.max_batch:
-            logits = self.graphs.step(batch.input_ids, batch.context_lens, batch.sink_slots, batch.block_tables)
+            ids = batch.input_ids if batch.device_ids is None else batch.device_ids
+            logits = self.graphs.step(ids, batch.context_lens, batch.sink_slots, batch.block_tables)
             return logits if is_all_rows else logits[batch.logit_rows.to(device, non_blocking=True)]
         sinks = batch.sink_slots.to(device, non_blocking=True) if self.info.num_sink_slots else None
         tables = batch.block_tables.to(device, non_blocking=True)
         starts, lengths = batch.query_start.tolist(), batch.context_lens.tolist()
         indices = self.cache.known_batch(tables, starts, lengths, sinks)
-        hidden = self.model.forward(batch.input_ids.to(device, non_blocking=True), indices, self.cache)
+        ids = batch.input_ids.to(device, non_blocking=True) if batch.device_ids is None else batch.device_ids
+        hidden = self.model.forward(ids, indices, self.cache)
         if not is_all_rows:
             hidden = hidden[batch.logit_rows.to(device, non_blocking=True)]
         return self.model.logits(hidden)

@@ -201,6 +201,7 @@ class Sequence:
     arrival: int = 0  # ascending in order of arrival
     num_computed: int = 0
     num_cached: int = 0  # of num_computed, found in the prefix cache at the first admission
+    num_ahead: int = 0  # 1 while the device has sampled a token that the host has not seen
     pages: list[int] = field(default_factory=list)
     page_digests: list[bytes] = field(default_factory=list)
     sink_slot: int = -1
@@ -232,7 +233,7 @@ class Sequence:
     @property
     def num_pending(self) -> int:
         """Tokens whose K and V are not in the pages: 1 while decoding, more while prefilling."""
-        return len(self.tokens) - self.num_computed
+        return len(self.tokens) + self.num_ahead - self.num_computed
 
     @property
     def is_finished(self) -> bool:

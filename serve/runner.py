@@ -15,7 +15,8 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One step's work for B sequences and T new tokens. All tensors are CPU tensors; the runner copies what it needs.
+    """One step's work for B sequences and T new tokens. All tensors but `device_ids` are CPU tensors; the runner copies
+    what it needs.
 
     The K and V of token t are written to slot `slot_mapping[t]` = page * page_size + offset, before any query
     attends. Query t of sequence b sees the positions 0 .. positions[t] of that sequence: position p stands in page
@@ -33,6 +34,7 @@ class Batch:
     block_tables: Tensor  # int32 [B, W], W = pages of the longest sequence
     sink_slots: Tensor  # int32 [B]; -1 where the runner has no sinks
     logit_rows: Tensor  # int64 [R], ascending indices into T
+    device_ids: Tensor | None = None  # int64 [T] on the runner's device; where given, `input_ids` are not read
 
     @property
     def num_tokens(self) -> int:

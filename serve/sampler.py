@@ -43,6 +43,26 @@ class Sampled(NamedTuple):
     logprob: TokenLogprob | None
 
 
+class PendingTokens:
+    """Tokens [R] that are chosen on the device, and on their way to the host; `results` waits for them there."""
+
+    def __init__(self, tokens: Tensor, best: Tensor) -> None:
+        self.tokens = tokens
+        both = torch.stack((tokens, torch.isfinite(best).long()))
+        self._copied: torch.cuda.Event | None = None
+        self._host = both
+        if both.is_cuda:
+            self._host = torch.empty(both.shape, dtype=both.dtype, pin_memory=True).copy_(both, non_blocking=True)
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied.record()
+
+    def results(self) -> list[Sampled]:
+        if self._copied is not None:
+            self._copied.synchronize()
+        tokens, is_finite = self._host.tolist()
+        return list(map(Sampled, tokens, map(bool, is_finite), [None] * len(tokens)))
+
+
 class Sampler:
     """Samples rows of logits on one device for models with `vocab_size` tokens. Not for concurrent use."""
 
@@ -56,27 +76,29 @@ class Sampler:
         params = [sequence.request.params for sequence in sequences]
         logprob_rows = [row for row, param in enumerate(params) if param.logprobs is not None]
         raw = torch.log_softmax(logits[logprob_rows], dim=-1) if logprob_rows else None
+        results = self.sample_later(logits, sequences).results()  # on a GPU this is where the step is waited for
+        if raw is not None:
+            chosen = [results[row].token for row in logprob_rows]
+            tops = [params[row].logprobs or 0 for row in logprob_rows]
+            for row, logprob in zip(logprob_rows, gather_logprobs(raw, chosen, tops), strict=True):
+                results[row] = results[row]._replace(logprob=logprob)
+        return results
+
+    def sample_later(self, logits: Tensor, sequences: Rows[Sequence]) -> PendingTokens:
+        """`sample` without log-probabilities and, on a GPU, without waiting."""
         for row, sequence in enumerate(sequences):
             if not sequence.is_plain:
                 self._shape(logits[row], sequence)
-        best, tokens = logits.max(dim=-1)
-        sampled_rows = [row for row, param in enumerate(params) if not param.is_greedy]
+        best, tokens = _maxima(logits)
+        sampled_rows = [row for row, sequence in enumerate(sequences) if not sequence.request.params.is_greedy]
         if sampled_rows:
-            everything = len(sampled_rows) == len(params)
-            index = torch.tensor(sampled_rows, device=logits.device)
+            everything = len(sampled_rows) == len(sequences)
+            index = _moved(torch.tensor(sampled_rows), logits.device)
             drawn = self._draw(
                 logits if everything else logits[index], [sequences[row] for row in sampled_rows], best[index]
             )
             tokens = drawn if everything else tokens.index_copy(0, index, drawn)
-        # One transfer for both: on a GPU this is where the step is waited for.
-        token_list, is_finite = torch.stack((tokens, torch.isfinite(best).long())).tolist()
-        logprobs: list[TokenLogprob | None] = [None] * len(params)
-        if raw is not None:
-            chosen = [token_list[row] for row in logprob_rows]
-            tops = [params[row].logprobs or 0 for row in logprob_rows]
-            for row, logprob in zip(logprob_rows, gather_logprobs(raw, chosen, tops), strict=True):
-                logprobs[row] = logprob
-        return list(map(Sampled, token_list, map(bool, is_finite), logprobs))
+        return PendingTokens(tokens, best)
 
     def _shape(self, logits: Tensor, sequence: Sequence) -> None:
         """Apply to one row [V], in place, whatever does not depend on other rows."""
@@ -130,15 +152,15 @@ class Sampler:
         """One token per row [R, V] by temperature, min_p, top_k and top_p; `best` is each row's largest logit."""
         params = [sequence.request.params for sequence in sequences]
         device = logits.device
-        temperature = torch.tensor([param.temperature for param in params], device=device).unsqueeze(1)
+        temperature = _moved(torch.tensor([param.temperature for param in params]), device).unsqueeze(1)
         scaled = (logits - best.unsqueeze(1)) / temperature
         if any(param.min_p > 0 for param in params):
             # p_i >= min_p * p_max in logits: no softmax needed, and the best token always stays.
-            floor = torch.tensor([param.min_p for param in params], device=device).log().unsqueeze(1)
+            floor = _moved(torch.tensor([param.min_p for param in params]), device).log().unsqueeze(1)
             scaled = scaled.masked_fill(scaled < floor, -torch.inf)
         limited = [row for row, param in enumerate(params) if param.top_k > 0 or param.top_p < 1]
         if limited:
-            index = torch.tensor(limited, device=device)
+            index = _moved(torch.tensor(limited), device)
             scaled[index] = _limit(scaled[index], [params[row] for row in limited])
         probabilities = torch.softmax(scaled, dim=-1)
         noise = self._noise(probabilities, sequences)
@@ -159,7 +181,7 @@ class Sampler:
         else:
             if unseeded:
                 shared = torch.empty(len(unseeded), like.shape[1], dtype=like.dtype, device=like.device)
-                noise[torch.tensor(unseeded, device=like.device)] = shared.exponential_(generator=self._generator)
+                noise[_moved(torch.tensor(unseeded), like.device)] = shared.exponential_(generator=self._generator)
             for row, sequence in enumerate(sequences):
                 if sequence.request.params.seed is not None:
                     noise[row].exponential_(generator=self._state(sequence, like.device).generator)
@@ -176,14 +198,28 @@ def _limit(scaled: Tensor, params: Rows[SamplingParams]) -> Tensor:
     device = scaled.device
     ordered = scaled.sort(dim=-1, descending=True).values
     top_k = torch.tensor([min(param.top_k, vocab_size) if param.top_k > 0 else vocab_size for param in params])
-    threshold = ordered.gather(1, (top_k - 1).to(device).unsqueeze(1))
+    threshold = ordered.gather(1, _moved(top_k - 1, device).unsqueeze(1))
     ordered = ordered.masked_fill(ordered < threshold, -torch.inf)
     probabilities = torch.softmax(ordered, dim=-1)
-    top_p = torch.tensor([param.top_p for param in params], device=device).unsqueeze(1)
+    top_p = _moved(torch.tensor([param.top_p for param in params]), device).unsqueeze(1)
     before = probabilities.cumsum(dim=-1) - probabilities  # probability of everything better
     num_kept = ((before < top_p) & (ordered > -torch.inf)).sum(dim=-1, keepdim=True).clamp(min=1)
     threshold = torch.maximum(threshold, ordered.gather(1, num_kept - 1))
     return scaled.masked_fill(scaled < threshold, -torch.inf)
+
+
+def _moved(values: Tensor, device: torch.device) -> Tensor:
+    """Host values on `device`, without waiting for what it does."""
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values
+
+
+def _maxima(logits: Tensor) -> tuple[Tensor, Tensor]:
+    if logits.is_cuda and logits.is_contiguous():
+        from w4a4.kernels.row_maxima import row_maxima
+
+        return row_maxima(logits)
+    best, tokens = logits.max(dim=-1)
+    return best, tokens
 
 
 def gather_logprobs(logprobs: Tensor, tokens: Rows[int], tops: Rows[int]) -> list[TokenLogprob]:

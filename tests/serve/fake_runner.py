@@ -48,6 +48,7 @@ class FakeRunner:
         self.fail_after = fail_after
         self.nan_after: int | None = None
         self.num_steps = 0
+        self.num_steps_ahead = 0  # of them, those whose tokens the host did not know
         self.max_batch = 0
         self.max_tokens = 0
         self.is_closed = False
@@ -60,6 +61,7 @@ class FakeRunner:
     def step(self, batch: Batch) -> Tensor:
         self.gate.wait(30)
         self.num_steps += 1
+        self.num_steps_ahead += batch.device_ids is not None
         self.max_batch = max(self.max_batch, batch.num_seqs)
         self.max_tokens = max(self.max_tokens, batch.num_tokens)
         if self.fail_after is not None and self.num_steps > self.fail_after:
@@ -67,7 +69,7 @@ class FakeRunner:
         if self.step_seconds:
             time.sleep(self.step_seconds)
         slots = batch.slot_mapping.numpy()
-        ids = batch.input_ids.numpy()
+        ids = (batch.input_ids if batch.device_ids is None else batch.device_ids).numpy()
         positions = batch.positions.numpy()
         assert len(np.unique(slots)) == len(slots), "two tokens are written to one slot"
         self._pages[slots] = ids

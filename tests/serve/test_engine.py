@@ -49,6 +49,49 @@ def test_greedy_answers_do_not_depend_on_the_batch(
     assert harness.runner.max_tokens <= 48
 
 
+def test_plain_decoding_runs_ahead_of_what_the_host_knows(start_engine: StartEngine) -> None:
+    """Answers end at any step, by length or by an end of text that the next step does not know of yet."""
+    harness = start_engine(EngineConfig(max_num_seqs=6, eos_ids=STOPS), num_pages=64, is_asynchronous=True)
+    harness.runner.gate.clear()
+    wanted = prompts(6, seed=1)
+    ids = [harness.submit(prompt, max_tokens=200 + 11 * index) for index, prompt in enumerate(wanted)]
+    harness.runner.gate.set()
+    for index, output in enumerate(harness.wait(*ids)):
+        expected = harness.runner.expected_answer(wanted[index], 200 + 11 * index, STOPS)
+        assert (output.token_ids, output.num_output_tokens) == (expected, len(expected))
+    assert harness.runner.num_steps_ahead > harness.runner.num_steps / 2
+    assert harness.engine.stats().num_pages_in_use == 0
+    assert harness.engine.stats().num_output_tokens == sum(len(harness.outputs[key].token_ids) for key in ids)
+
+
+@pytest.mark.parametrize("params", [{"logprobs": 1}, {"repetition_penalty": 1.1}, {"min_tokens": 5}])
+def test_nothing_runs_ahead_that_needs_the_token(start_engine: StartEngine, params: dict[str, object]) -> None:
+    harness = start_engine(is_asynchronous=True)
+    together = [harness.submit("one", max_tokens=20), harness.submit("another", max_tokens=20, **params)]
+    outputs = harness.wait(*together)
+    again = start_engine()
+    assert [output.token_ids for output in outputs] == [
+        again.run("one", max_tokens=20).token_ids,
+        again.run("another", max_tokens=20, **params).token_ids,
+    ]
+    harness.wait_until(lambda: harness.engine.num_live == 0)
+    ahead = harness.runner.num_steps_ahead
+    harness.run("alone", max_tokens=10, **params)
+    assert harness.runner.num_steps_ahead == ahead
+
+
+def test_an_aborted_request_was_answered_up_to_what_the_device_had_done(start_engine: StartEngine) -> None:
+    harness = start_engine(is_asynchronous=True, step_seconds=0.002, num_pages=64)
+    keys = [harness.submit(prompt, max_tokens=400, ignore_eos=True) for prompt in ("leaves", "stays")]
+    harness.wait_until(lambda: harness.runner.num_steps_ahead > 10)
+    harness.engine.abort(keys[0])
+    stays = harness.wait(keys[1])[0]
+    assert stays.token_ids == harness.runner.expected_answer(b"stays", 400)
+    left = harness.outputs[keys[0]].token_ids
+    assert left == harness.runner.expected_answer(b"leaves", len(left))
+    assert harness.engine.stats().num_pages_in_use == 0
+
+
 def test_the_fake_model_notices_a_corrupted_page(start_engine: StartEngine) -> None:
     """The tests above are worth something only if this one can tell."""
     harness = start_engine(num_pages=8, max_model_len=128, step_seconds=0.01)

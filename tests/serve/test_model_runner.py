@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -105,6 +106,15 @@ class TestAnswers:
         runner = ModelRunner(model, max_num_seqs=4, kv_cache_bytes=1 << 22)
         runner.graphs = DecodeGraphs(model, runner.cache, batch_buckets(4), 32)
         assert answers(runner, prompts, 5) == [greedy(model, prompt, 5) for prompt in prompts]
+
+    @pytest.mark.parametrize("has_graphs", [False, True])
+    def test_do_not_change_when_steps_run_ahead(self, model: CausalLM, has_graphs: bool) -> None:
+        prompts = prompts_of([1, 15, 30, 17, 40])
+        runner = ModelRunner(model, max_num_seqs=4, kv_cache_bytes=1 << 22)
+        runner._info = replace(runner.info, is_asynchronous=True)
+        if has_graphs:
+            runner.graphs = DecodeGraphs(model, runner.cache, batch_buckets(4), 32)
+        assert answers(runner, prompts, 7) == [greedy(model, prompt, 7) for prompt in prompts]
 
     @pytest.mark.parametrize("changes", [{"num_key_value_heads": 4}, {"head_dim": 128, "tie_word_embeddings": True}])
     def test_of_other_shapes_and_16_bit_pages(self, changes: dict[str, object]) -> None:

@@ -27,15 +27,15 @@ def overhead() -> ModuleType:
 def test_a_slow_host_shows_as_a_gap(overhead: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     import time
 
-    quick = overhead.measure_alone(overhead.ReadyRunner(0.005, 4), 4, 40)
+    quick = overhead.measure_alone(overhead.ReadyRunner(0.002, 4), 4, 40)
     build = overhead.Engine.step
 
     def slow_step(engine: object) -> None:
-        time.sleep(0.01)
+        time.sleep(0.012)
         build(engine)
 
     monkeypatch.setattr(overhead.Engine, "step", slow_step)
-    slow = overhead.measure_alone(overhead.ReadyRunner(0.005, 4), 4, 40)
+    slow = overhead.measure_alone(overhead.ReadyRunner(0.002, 4), 4, 40)
     assert 9 < slow["gap_ms"] - quick["gap_ms"] < 30
     assert slow["tokens_per_second"] < quick["tokens_per_second"]
 
