@@ -11,7 +11,7 @@ from w4a4.calibrate.source import Source
 
 
 class ResidentSource:
-    """`calibrate.source.Source` for several runs over one small model. Its tensors are shared: nobody may write to them.
+    """`calibrate.source.Source` for several runs over one small model. Nobody may write to its tensors.
 
     Tensors are read by several threads at first, for most of the time goes into turning GGUF blocks into floats.
     """

@@ -23,6 +23,9 @@ Observe = Callable[[str, Tensor], None]
 `attn_in`, `mlp_in` [B, T, H]; `query`, `key` [B, T, heads, D] (after RoPE); `value` [B, T, kv_heads, D];
 `attn_out` [B, T, heads * D]; `mlp_hidden` [B, T, I]."""
 
+GPU_ELEMENTS = 2**26
+"""Of the widest activation that a GPU computes at a time, 256 MiB; of attention's scores eight times as many."""
+
 ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
 MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 INPUT_OF = dict(zip(ATTENTION + MLP, ("attn_in",) * 3 + ("attn_out",) + ("mlp_in",) * 2 + ("mlp_hidden",), strict=True))
@@ -34,6 +37,14 @@ def layer_weights(source: Source, layer: int, device: torch.device | str = "cpu"
     prefix = f"model.layers.{layer}."
     names = sorted(name for name in source.names() if name.startswith(prefix))
     return {name.removeprefix(prefix): source.tensor(name).to(device) for name in names}
+
+
+def sequences_at_a_time(config: ModelConfig, length: int, device: torch.device | str) -> int:
+    """How many sequences of `length` tokens go through a layer together: one on a CPU, on a GPU as many as fill it."""
+    if torch.device(device).type == "cpu":
+        return 1
+    widest = length * max(config.intermediate_size, config.num_heads * length // 8)
+    return max(1, GPU_ELEMENTS // widest)
 
 
 def unobserved(_point: str, _tensor: Tensor) -> None:
@@ -116,20 +127,21 @@ def lm_head_weight(source: Source) -> Tensor:
 def run_layers(
     source: Source, tokens: Tensor, observe: Callable[[int], Observe] | None = None, device: torch.device | str = "cpu"
 ) -> Iterator[tuple[int, Tensor]]:
-    """Run token ids [B, T] through all layers, layer by layer, one sequence at a time inside a layer.
+    """Run token ids [B, T] through all layers, layer by layer, a few sequences at a time inside a layer.
 
-    Memory: one layer's weights and the residual stream of all sequences. Yields (layer, residual stream [B, T, H])
+    Memory: one layer's weights and, on `device` too, the residual stream of all sequences. Yields (layer, residual stream [B, T, H])
     after each layer; the tensor is reused by the next.
     """
     embedding = source.tensor("model.embed_tokens.weight")
-    hidden = embedding[tokens]
+    hidden = embedding[tokens].to(device)
     del embedding
+    together = sequences_at_a_time(source.config, tokens.shape[1], device)
     for layer in range(source.config.num_layers):
         weights = layer_weights(source, layer, device)
         math = LayerMath(source.config, layer, tokens.shape[1], device)
         watch = observe(layer) if observe else unobserved
-        for row in range(tokens.shape[0]):
-            hidden[row] = math.forward(weights, hidden[row : row + 1].to(device), watch)[0].to(hidden.device)
+        for rows in torch.split(hidden, together):
+            rows.copy_(math.forward(weights, rows, watch))
         yield layer, hidden
 
 

@@ -79,9 +79,9 @@ class _LayerObserver:
 
     def __call__(self, point: str, x: Tensor) -> None:
         if point in ("attn_norm", "mlp_norm"):
-            flat = x.flatten(0, -2)
-            flat = flat[token_weights_by_sequence(x).flatten() == 1]
-            self.covariance += (flat.T @ flat / max(flat.shape[0], 1)).to(self.covariance)
+            for sequence, weights in zip(x, token_weights_by_sequence(x), strict=True):
+                kept = sequence[weights == 1]
+                self.covariance += (kept.T @ kept / max(kept.shape[0], 1)).to(self.covariance)
         elif point in POINTS:
             weights = token_weights_by_sequence(x).flatten().unsqueeze(-1)
             flat = x.flatten(0, -2).float()

@@ -16,9 +16,11 @@ from pathlib import Path
 
 import torch
 
+from w4a4.calibrate.decoder import sequences_at_a_time
 from w4a4.configs.architecture import ModelConfig
 from w4a4.configs.errors import ResourceError
 from w4a4.configs.recipe import Recipe
+from w4a4.export.balanced_blocks import balanced_layouts
 from w4a4.export.dual import dual_layouts
 from w4a4.export.layer_quantizer import STAGES
 from w4a4.export.plan import fit_recipe
@@ -65,6 +67,8 @@ def planned_layouts(config: ModelConfig, recipe: Recipe) -> dict[str, LinearLayo
     recipe = fit_recipe(recipe, config)
     if recipe.method == "dual":
         return dual_layouts(config, recipe)
+    if recipe.method == "balanced_blocks":
+        return balanced_layouts(config, recipe)
     return {name: published_layout(name, shape, recipe) for name, shape in config.linear_shapes().items()}
 
 
@@ -87,7 +91,8 @@ def estimate(
     checkpoint = _checkpoint_bytes(config, recipe, layouts, table)
 
     stream = tokens * config.hidden_size * FLOAT
-    layer = _layer_memory(config, recipe, layouts, seq)
+    together = min(samples, sequences_at_a_time(config, seq, device))
+    layer = _layer_memory(config, recipe, layouts, together, seq)
     tables = table * FLOAT + (
         table * BF16 if config.tie_word_embeddings and recipe.method != "dual" else 2 * table * BF16
     )
@@ -97,7 +102,7 @@ def estimate(
     macs = _macs(config, recipe, layouts, tokens, seq)
     return Estimate(
         checkpoint_bytes=checkpoint,
-        device_memory=RESERVE + layer if on_gpu else 0,
+        device_memory=RESERVE + stream + layer if on_gpu else 0,
         host_memory=host,
         gate_memory=RESERVE + (checkpoint if on_gpu else _runtime_bytes(config, layouts) + table * (2 * FLOAT + BF16)),
         disk=checkpoint + min(checkpoint, SHARD) + 2 * stream,
@@ -111,11 +116,13 @@ def _checkpoint_bytes(config: ModelConfig, recipe: Recipe, layouts: dict[str, Li
     """Bytes of tensors (codes, scales, orders, tables; not headers and side files)."""
     bits = sum(part.out_features * s.width * s.weight_bits for part in layouts.values() for s in part.segments)
     macs = sum(part.out_features * part.in_features for part in layouts.values())
-    if recipe.method == "dual":
+    if recipe.method in ("dual", "balanced_blocks"):
         wide = sum(part.out_features * s.width for part in layouts.values() for s in part.segments if s.act_bits > 4)
         bits += int(max(0.0, recipe.budget * macs - wide)) * (recipe.high_weight_bits - recipe.weight_bits)
+    can_split = recipe.method == "balanced_blocks" and recipe.budget > 0  # any linear into two segments
     extras = sum(
-        FLOAT * (part.out_features * part.num_scales + part.in_features * (len(part.segments) > 1))
+        FLOAT
+        * (part.out_features * (part.num_scales + can_split) + part.in_features * (len(part.segments) > 1 or can_split))
         for part in layouts.values()
     )
     num_tables = 1 if config.tie_word_embeddings and recipe.method != "dual" else 2
@@ -128,13 +135,15 @@ def _runtime_bytes(config: ModelConfig, layouts: dict[str, LinearLayout]) -> int
     return config.num_layers * sum(rows * s.width * (FLOAT if s.act_bits == 16 else 1) for rows, s in segments)
 
 
-def _layer_memory(config: ModelConfig, recipe: Recipe, layouts: dict[str, LinearLayout], seq: int) -> int:
-    """Bytes at the worst moment of one layer: its weights as read, transformed and rounded; GPTQ; one sequence."""
+def _layer_memory(
+    config: ModelConfig, recipe: Recipe, layouts: dict[str, LinearLayout], together: int, seq: int
+) -> int:
+    """Bytes at the worst moment of one layer: its weights as read, transformed and rounded; GPTQ; some sequences."""
     weights = sum(part.out_features * part.in_features for part in layouts.values())
     stages = [(sum(layouts[name].out_features for name in stage), layouts[stage[0]].in_features) for stage in STAGES]
     copies = (4, 5) if recipe.rounding == "gptq" else (2, 1)  # of a stage's weights, of its Hessian
     rounding = max(copies[0] * rows * columns + copies[1] * columns**2 for rows, columns in stages)
-    activations = seq * (4 * config.intermediate_size + 6 * config.hidden_size) + config.num_heads * seq * seq
+    activations = together * seq * (4 * config.intermediate_size + 6 * config.hidden_size + config.num_heads * seq)
     return FLOAT * (3 * weights + rounding + activations)
 
 

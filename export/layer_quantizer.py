@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from w4a4.calibrate.decoder import LayerMath
-from w4a4.calibrate.statistics import token_weights
+from w4a4.calibrate.decoder import LayerMath, sequences_at_a_time
+from w4a4.calibrate.statistics import token_weights_by_sequence
 from w4a4.configs.errors import NumericsError
 from w4a4.configs.recipe import Recipe
 from w4a4.export.activation_clip import search_clip
@@ -84,14 +84,14 @@ class _StageInputs:
         self.tokens = 0
 
     def add(self, x: Tensor) -> None:
-        """x [T, K], input channels in the model's order."""
+        """x [B, T, K], input channels in the model's order."""
         stored = stored_inputs(x, self.plan).float()
         if not stored.isfinite().all():
             raise NumericsError("activations of the calibration text are not finite", "check the source's weights")
-        self.samples.append(stored[self.sample_every // 2 :: self.sample_every])
-        weighted = stored * token_weights(stored).sqrt().unsqueeze(-1)
+        self.samples.append(stored[:, self.sample_every // 2 :: self.sample_every].flatten(0, 1))
+        weighted = (stored * token_weights_by_sequence(stored).sqrt().unsqueeze(-1)).flatten(0, 1)
         self.hessian.addmm_(weighted.T, weighted)
-        self.tokens += x.shape[0]
+        self.tokens += weighted.shape[0]
 
     def finish(self) -> tuple[Tensor, Tensor]:
         return self.hessian.div_(self.tokens), torch.cat(self.samples)
@@ -181,7 +181,7 @@ def quantize_layer(
     """Quantise a layer and advance `hidden` f32 [samples, T, H] through it, in place.
 
     Args:
-        weights: the layer's transformed float weights by short name, on `device`.
+        weights: the layer's transformed float weights by short name, on `device` as `hidden` is.
     Raises:
         NumericsError: activations or Hessian not finite.
     """
@@ -200,6 +200,7 @@ class _LayerRun:
         self.floats: dict[str, Tensor] = {}
         self.errors: dict[str, float] = {}
         self.damping = 0.0
+        self.together = sequences_at_a_time(math.config, hidden.shape[1], device)
 
     def quantize(self) -> None:
         qkv, o, gate_up, down = STAGES
@@ -223,16 +224,15 @@ class _LayerRun:
         self.damping = max(self.damping, damping)
 
     def _rows(self, function: Callable[[Tensor], Tensor]) -> Iterator[Tensor]:
-        for row in self.hidden:
-            yield function(row.to(self.device)[None])[0]
+        for rows in torch.split(self.hidden, self.together):
+            yield function(rows)
 
     def _update(self, function: Callable[[Tensor], Tensor]) -> None:
-        for index, row in enumerate(self.hidden):
-            x = row.to(self.device)[None]
-            self.hidden[index] = (x + function(x))[0].to(self.hidden.device)
+        for rows in torch.split(self.hidden, self.together):
+            rows += function(rows)
 
     def _linear(self, name: str, x: Tensor) -> Tensor:
-        """A quantised linear of the layer on float activations [1, T, K]."""
+        """A quantised linear of the layer on float activations [B, T, K]."""
         plan = self.plan[name]
         return F.linear(stored_inputs(x, plan), self.floats[name], self.weights.get(name + ".bias"))
 

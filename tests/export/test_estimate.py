@@ -87,7 +87,7 @@ def test_a_70b_model_fits_one_gpu() -> None:
     assert 600 < needs.seconds < 7200
     assert needs.tokens == 65536
     on_cpu = estimate(llama(), load_recipe("dual"), 32, 2048, 2e13, "cpu")
-    assert on_cpu.device_memory == 0 and on_cpu.host_memory > needs.device_memory
+    assert on_cpu.device_memory == 0 and on_cpu.host_memory >= needs.device_memory
 
 
 def test_needs_grow_with_what_they_depend_on() -> None:
