@@ -151,7 +151,7 @@ class _Run:
             promoted = self._promotions()
             hidden = self._embedded(self.stats.tokens)
         else:
-            promoted, hidden, self.errors = state["promoted"], state["hidden"], state["errors"]
+            promoted, hidden, self.errors = state["promoted"], state["hidden"].to(self.device), state["errors"]
         for layer in range(writer.num_layers_done, self.config.num_layers):
             self._stop_if_asked(layer)
             self._layer(writer, layer, hidden, promoted)
@@ -235,8 +235,8 @@ class _Run:
         return self.source.tensor("model.embed_tokens.weight")
 
     def _embedded(self, tokens: Tensor) -> Tensor:
-        """The residual stream f32 [B, T, H] at the first layer, transformed."""
-        return self.transform.embedding(self._embedding()[tokens.long()])
+        """The residual stream f32 [B, T, H] at the first layer, transformed, on the device."""
+        return self.transform.embedding(self._embedding()[tokens.long()]).to(self.device)
 
     def _promotions(self) -> Tensor:
         """bool [layers, stages]: which stages run wholly at 8 bits."""
