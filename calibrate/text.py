@@ -2,16 +2,13 @@
 
 Text is named (`wikitext2`, `wikitext2-bundled`, `python-stdlib`) or lies in a local .txt, .jsonl or .parquet file.
 What is returned is a string that also says where it came from, because WikiText-2 may come from a cache or from this
-package and the standard library depends on the Python that runs. Tokens are cut by the usual rules: disjoint random
-windows to calibrate, consecutive windows to score.
+package. Tokens are cut by the usual rules: disjoint random windows to calibrate, consecutive windows to score.
 """
 
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
-import platform
 import random
 from collections.abc import Sequence
 from difflib import get_close_matches
@@ -21,18 +18,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from w4a4.calibrate.bundled_text import python_stdlib
 from w4a4.calibrate.wikitext import SPLITS, bundled_rows, wikitext2_rows
 from w4a4.configs.errors import NotFoundError, UsageError
 
 NAMES = ("wikitext2", "wikitext2-bundled", "python-stdlib")
 SUFFIXES = (".txt", ".jsonl", ".parquet")
-
-# Pure-Python modules that every Python from 3.11 on has, 200 kB and more of source for each split.
-_STDLIB_MODULES = {
-    "train": ("_pydecimal", "optparse", "subprocess"),
-    "validation": ("configparser", "doctest", "mailbox"),
-    "test": ("argparse", "statistics", "fractions", "textwrap", "calendar", "heapq"),
-}
 
 
 class Text(str):
@@ -82,9 +73,7 @@ def load_text(name_or_path: str | Path, split: str, *, column: str = "text", off
     elif name == "wikitext2-bundled":
         rows, origin = bundled_rows(split)
     elif name == "python-stdlib":
-        modules = _STDLIB_MODULES[split]
-        rows = [_module_source(module) for module in modules]
-        origin = f"source of Python {platform.python_version()}'s {', '.join(modules)}"
+        rows, origin = [python_stdlib(split)], "bundled, modules of Python 3.11.7"
     else:
         path = _local_file(name)
         rows, origin = _file_rows(path, column), f"file {path.name}"
@@ -153,16 +142,6 @@ def _encode(tokenizer: Tokenizer, text: str, seq: int) -> Tensor:
             f"the text has {len(tokens)} tokens, fewer than one window of {seq}", "lower --seq or give a longer text"
         )
     return tokens
-
-
-def _module_source(module: str) -> str:
-    spec = importlib.util.find_spec(module)  # finds, does not import
-    source = spec.loader.get_source(module) if spec and hasattr(spec.loader, "get_source") else None  # type: ignore[union-attr]
-    if not source:
-        raise NotFoundError(
-            f"this Python has no source of its module {module!r}", "name a text file instead of python-stdlib"
-        )
-    return str(source)
 
 
 def _local_file(name: str) -> Path:

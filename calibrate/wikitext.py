@@ -6,16 +6,11 @@ with this package. Every origin has all of test and validation; for train the bu
 
 from __future__ import annotations
 
-import hashlib
-import lzma
 import os
-import threading
-import urllib.request
-from http.client import HTTPException
-from importlib.resources import files
 from pathlib import Path
 
-from w4a4.configs.errors import CheckpointError
+from w4a4.calibrate.bundled_text import unpacked
+from w4a4.calibrate.fetch import hub_is_reachable
 
 REPOSITORY = "Salesforce/wikitext"
 CONFIGURATION = "wikitext-2-raw-v1"
@@ -60,41 +55,8 @@ def wikitext2_rows(split: str, *, offline: bool) -> tuple[list[str], str]:
 def bundled_rows(split: str) -> tuple[list[str], str]:
     """The rows of one split from this package's own data, checked against their SHA-256."""
     name, expected, origin = _BUNDLED[split]
-    resource = files("w4a4.calibrate") / "data" / "wikitext2" / name
-    try:
-        raw = lzma.decompress(resource.read_bytes())
-    except (OSError, lzma.LZMAError) as error:
-        raise CheckpointError(f"the bundled text {name} cannot be read: {error}", "reinstall w4a4") from error
-    digest = hashlib.sha256(raw).hexdigest()
-    if digest != expected:
-        raise CheckpointError(
-            f"the bundled text {name} is damaged: SHA-256 {digest}, expected {expected}", "reinstall w4a4"
-        )
-    return ["" if not line.strip() else line + "\n" for line in raw.decode("utf-8").split("\n")[:-1]], origin
-
-
-def _hub_answers() -> bool:
-    """Whether the hub can be reached within `PROBE_SECONDS` (honours HF_HUB_OFFLINE, HF_ENDPOINT and proxies).
-
-    In a thread of its own, because a resolver that waits for a dead name server knows no time-out.
-    """
-    from huggingface_hub import constants
-
-    if constants.HF_HUB_OFFLINE:
-        return False
-    answered = threading.Event()
-
-    def probe() -> None:
-        try:
-            urllib.request.urlopen(constants.ENDPOINT, timeout=PROBE_SECONDS).close()
-        except (OSError, HTTPException):
-            return
-        answered.set()
-
-    thread = threading.Thread(target=probe, name="hub-probe", daemon=True)
-    thread.start()
-    thread.join(PROBE_SECONDS)
-    return answered.is_set()
+    lines = unpacked("wikitext2", name, expected).split("\n")[:-1]
+    return ["" if not line.strip() else line + "\n" for line in lines], origin
 
 
 def _hub_file(split: str, *, local_files_only: bool) -> Path | None:

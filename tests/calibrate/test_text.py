@@ -13,7 +13,7 @@ import pyarrow.parquet
 import pytest
 import torch
 
-from w4a4.calibrate import wikitext
+from w4a4.calibrate import bundled_text, wikitext
 from w4a4.calibrate.text import calibration_tokens, load_text, token_hash, windows
 from w4a4.configs.errors import CheckpointError, NotFoundError, UsageError
 
@@ -61,7 +61,7 @@ def test_train_says_that_it_is_only_a_part() -> None:
 def test_damaged_bundle_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "data" / "wikitext2"
     folder.mkdir(parents=True)
-    monkeypatch.setattr(wikitext, "files", lambda package: tmp_path)
+    monkeypatch.setattr(bundled_text, "files", lambda package: tmp_path)
     (folder / "test.raw.xz").write_bytes(lzma.compress(b" = Another text = \n"))
     with pytest.raises(CheckpointError, match="damaged"):
         wikitext.bundled_rows("test")
@@ -129,7 +129,13 @@ def test_stdlib_source_is_long_and_deterministic(split: str) -> None:
     text = load_text("python-stdlib", split)
     assert len(text) > 200_000
     assert text.sha256 == load_text("python-stdlib", split).sha256
-    assert "def " in text and "Python 3." in text.origin
+    assert "def " in text and text.origin == "bundled, modules of Python 3.11.7"
+
+
+def test_stdlib_is_the_same_on_every_python() -> None:
+    text = load_text("python-stdlib", "test")
+    assert text.sha256 == "f1687e6b20fdfda82138e0f37c7f48991c0b8a115763c55dfb5c9da0ea61eb02"
+    assert text.startswith("# Author: Steven J. Bethard") and "class ArgumentParser" in text
 
 
 def test_stdlib_splits_do_not_overlap() -> None:
