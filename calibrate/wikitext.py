@@ -15,7 +15,6 @@ from w4a4.calibrate.fetch import hub_is_reachable
 REPOSITORY = "Salesforce/wikitext"
 CONFIGURATION = "wikitext-2-raw-v1"
 SPLITS = ("train", "validation", "test")
-PROBE_SECONDS = 1.5
 
 # split -> (file, SHA-256 of the unpacked bytes, what to say about it)
 _BUNDLED = {
@@ -45,7 +44,7 @@ def wikitext2_rows(split: str, *, offline: bool) -> tuple[list[str], str]:
     cached = _datasets_cache_rows(split)
     if cached is not None:
         return cached, f"datasets cache of {REPOSITORY}"
-    if not offline and _hub_answers():
+    if not offline and hub_is_reachable():
         path = _hub_file(split, local_files_only=False)
         if path is not None:
             return _parquet_rows(path), f"hub, {REPOSITORY}"
