@@ -32,7 +32,7 @@ from w4a4.configs.errors import CheckpointError, NotFoundError, ResourceError, U
 logger = logging.getLogger(__name__)
 
 PROBE_SECONDS: Final = 1.0
-_HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 _COMMIT: Final = re.compile(r"[0-9a-f]{40}")
 _WANTED: Final = (
     "*.safetensors",
@@ -290,10 +290,13 @@ def _check_room(folder: Path, needed: int, repo: str) -> None:
 def hub_is_reachable(seconds: float = PROBE_SECONDS) -> bool:
     """Whether a connection to the hub (or to the proxy that leads there) opens within `seconds`.
 
-    Name resolution has no time limit of its own, hence the thread; it is abandoned when it hangs.
+    Never under HF_HUB_OFFLINE. Name resolution has no time limit of its own, hence the thread; it is abandoned when it
+    hangs.
     """
-    from huggingface_hub.constants import ENDPOINT
+    from huggingface_hub.constants import ENDPOINT, HF_HUB_OFFLINE
 
+    if HF_HUB_OFFLINE:
+        return False
     target = urllib.parse.urlsplit(ENDPOINT)
     proxy = urllib.request.getproxies().get(target.scheme)
     if proxy and not urllib.request.proxy_bypass(target.hostname or ""):

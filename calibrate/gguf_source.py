@@ -21,9 +21,10 @@ from torch import Tensor
 
 from w4a4.calibrate.gguf_header import GGUFHeader, GGUFTensor, read_gguf_header
 from w4a4.calibrate.gguf_tokenizer import end_token_ids, write_tokenizer
-from w4a4.calibrate.source import SourceIdentity, check_tensor_names, checked_finite, load_tokenizer
+from w4a4.calibrate.source import SourceIdentity, check_tensor_names, checked_finite
 from w4a4.configs.architecture import SUPPORTED, SUPPORTED_TEXT, ModelConfig
 from w4a4.configs.errors import CheckpointError, NotFoundError, UnsupportedError
+from w4a4.configs.tokenizer_files import load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -49,8 +50,8 @@ _LAYER_NAMES: Final = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_LAYER_PATTERN: Final = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
-_PART_PATTERN: Final = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
+_LAYER_PATTERN: Final = re.compile(r"blk\.([0-9]+)\.(\w+)\.(weight|bias)")
+_PART_PATTERN: Final = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})\.gguf")
 
 
 class GGUFSource:
@@ -105,7 +106,7 @@ class GGUFSource:
         return checked_finite(values, name, self._path.name)
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        return load_tokenizer(self.side_files[0].parent)
+        return load_tokenizer(self.side_files[0].parent, self.config.vocab_size)
 
     def _rotated_heads(self, name: str) -> int:
         """Heads whose rows llama.cpp stores in another order: those of q and k. 0 for every other tensor."""

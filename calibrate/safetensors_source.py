@@ -8,7 +8,6 @@ read, and pickles are never opened.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import Callable, Mapping
 from functools import cached_property
@@ -24,11 +23,12 @@ from w4a4.calibrate.source import (
     check_source_config,
     check_tensor_names,
     checked_finite,
-    load_tokenizer,
 )
 from w4a4.configs.architecture import ModelConfig
 from w4a4.configs.errors import CheckpointError, NotFoundError, UnsupportedError
-from w4a4.configs.safetensors_header import MAX_HEADER_BYTES, TensorEntry, read_header
+from w4a4.configs.json_file import read_json_object
+from w4a4.configs.safetensors_header import TensorEntry, read_header
+from w4a4.configs.tokenizer_files import load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -110,7 +110,7 @@ class SafetensorsSource:
         return checked_finite(raw.to(torch.float32), name, path.name)
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        return load_tokenizer(self._folder)
+        return load_tokenizer(self._folder, self.config.vocab_size)
 
     def _inside(self, path: Path) -> Path:
         """`path`, or CheckpointError when it is a link that leads out of what may be read."""
@@ -133,12 +133,14 @@ def trusted_root(folder: Path) -> Path:
 def read_config(folder: Path, inside: Callable[[Path], Path]) -> dict[str, Any]:
     """`config.json` of `folder`. Raises NotFoundError or CheckpointError."""
     path = folder / "config.json"
+    if path.is_symlink() and not path.exists():
+        raise CheckpointError(f"{path} is a link that leads nowhere", "fetch the model again")
     if not path.is_file():
         raise NotFoundError(
             f"{folder} has no config.json: not a model in Hugging Face's layout",
             "name a folder with config.json and *.safetensors, a .gguf file, a hub id, or an alias (w4a4 models)",
         )
-    return _read_json(inside(path))
+    return read_json_object(inside(path))
 
 
 def _read_tensors(folder: Path, inside: Callable[[Path], Path]) -> dict[str, StoredTensor]:
@@ -166,7 +168,7 @@ def _shards(folder: Path, inside: Callable[[Path], Path]) -> tuple[list[str], Ma
     """(base names of the weight files, the index's map or None)."""
     index = folder / INDEX
     if index.is_file():
-        weight_map = _read_json(inside(index)).get("weight_map")
+        weight_map = read_json_object(inside(index)).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise CheckpointError(f"{INDEX}: no weight_map")
         for name, shard in weight_map.items():
@@ -206,18 +208,6 @@ def _is_side_file(name: str) -> bool:
     if name in ("config.json", "README.md") or name.startswith(".") or name.endswith(".index.json"):
         return False
     return name.endswith(_SIDE_SUFFIXES) or name.split(".")[0] in _SIDE_NAMES
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if path.stat().st_size > MAX_HEADER_BYTES:
-        raise CheckpointError(f"{path.name}: {path.stat().st_size:,} bytes, at most {MAX_HEADER_BYTES:,} are accepted")
-    try:
-        value = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise CheckpointError(f"{path}: not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: must hold a mapping, got {type(value).__name__}")
-    return value
 
 
 def _read_exactly(readinto: Callable[[memoryview], int | None], buffer: memoryview, name: str) -> None:

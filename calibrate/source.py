@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from w4a4.calibrate.fetch import Location, locate
 from w4a4.configs.architecture import SUPPORTED_TEXT, ModelConfig, quantization_method
-from w4a4.configs.errors import CheckpointError, NotFoundError, NumericsError, UnsupportedError
+from w4a4.configs.errors import CheckpointError, NumericsError, UnsupportedError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -131,26 +131,3 @@ def checked_finite(tensor: Tensor, name: str, where: str) -> Tensor:
                 "the source model is damaged: fetch it again",
             )
     return tensor
-
-
-def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer whose files stand in `folder`; never runs code from it, never asks the network.
-
-    Raises:
-        NotFoundError: the folder holds no tokenizer.
-        CheckpointError: its files cannot be read.
-    """
-    if not any((folder / file).is_file() for file in ("tokenizer.json", "tokenizer.model", "vocab.json")):
-        raise NotFoundError(
-            f"{folder} holds no tokenizer (tokenizer.json, tokenizer.model or vocab.json)",
-            "copy the tokenizer files of the model into that folder",
-        )
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            str(folder), local_files_only=True, trust_remote_code=False
-        )
-    except Exception as error:  # transformers, tokenizers and json each raise their own kinds
-        raise CheckpointError(f"{folder}: the tokenizer cannot be read: {error}") from error
-    return tokenizer

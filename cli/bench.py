@@ -92,9 +92,9 @@ def command(
         load = Load(server, num_requests, seq, gen or GPU_GEN, rate, limits, model, dataset)
         _bench_server(console, load, output)
         return
-    from w4a4.cli.device import choose_device
-    from w4a4.cli.scored_model import default_act
     from w4a4.serve.bench.run import BenchSettings
+    from w4a4.serve.device import choose_device
+    from w4a4.serve.model_runner import choose_act
 
     if model == "quantize":
         _bench_quantize(console, subject, choose_device(device), seq, output)
@@ -108,7 +108,7 @@ def command(
 
         console.say(CPU_NOTE)
     if model == "kernels":
-        _bench_kernels(console, chosen, default_act(act, chosen), repetitions, output, plot)
+        _bench_kernels(console, chosen, choose_act(act, chosen), repetitions, output, plot)
         return
     settings = BenchSettings(
         seq=seq,
@@ -116,10 +116,11 @@ def command(
         batches=parse_batches(batch or (GPU_BATCHES if is_gpu else CPU_BATCHES)),
         baselines=tuple(name for name in baselines.split(",") if name),
         repetitions=repetitions or (GPU_REPETITIONS if is_gpu else CPU_REPETITIONS),
-        act=default_act(act, chosen),
+        act=choose_act(act, chosen),
         kv_bits=int(kv) if kv else None,
     )
     packed, name, identity = open_model(console, model, chosen, random_weights)
+    _check_length(settings, packed.config.max_position_embeddings)
     _bench_model(console, packed, name, identity, chosen, settings, output, plot, breakdown)
 
 
@@ -130,11 +131,23 @@ def parse_batches(text: str) -> tuple[Batch, ...]:
         part = part.strip()
         if part == "max":
             continue
-        if not part.isdigit() or int(part) < 1:
+        if not part.isascii() or not part.isdigit() or int(part) < 1:
             raise UsageError(f"--batch {text}: {part!r} is not a batch size", "--batch 1,8,64,max")
         sizes.append(int(part))
     most: tuple[Batch, ...] = ("max",) if "max" in text.split(",") else ()
     return (*sorted(set(sizes)), *most)
+
+
+def _check_length(settings: BenchSettings, limit: int) -> None:
+    """Raise UsageError where a test would run beyond the model's positions."""
+    from w4a4.serve.bench.run import COMBINED_GEN
+
+    gen = max(settings.gen, COMBINED_GEN if "max" in settings.batches else 0)
+    if settings.seq + gen > limit:
+        raise UsageError(
+            f"--seq {settings.seq} and {gen} generated tokens are more than the model's {limit} positions",
+            f"--seq {limit - gen} or less" if gen < limit else f"--gen {limit // 2} --seq {limit // 2}",
+        )
 
 
 def open_model(
@@ -142,7 +155,7 @@ def open_model(
 ) -> tuple[PackedModel, str, dict[str, Any]]:
     """(packed model, name for the records, what identifies its weights)."""
     from w4a4.cli.newest_checkpoint import newest_checkpoint
-    from w4a4.cli.scored_model import is_packed
+    from w4a4.cli.scored_model import packed_folder
     from w4a4.export.checkpoint import MANIFEST_FILE, open_checkpoint
 
     if model is None and not random_weights:
@@ -156,11 +169,7 @@ def open_model(
     if random_weights:
         return _random_model(console, model or DEFAULT_SHAPE, device)
     assert model is not None
-    folder = Path(model)
-    if not is_packed(folder):
-        raise UsageError(
-            f"{model} is not a packed checkpoint", f"w4a4 bench {model} --random-weights, or w4a4 quantize {model}"
-        )
+    folder = packed_folder(model, f"w4a4 bench {model} --random-weights, or w4a4 quantize {model}")
     manifest = folder / MANIFEST_FILE
     digest = hashlib.sha256(manifest.read_bytes()).hexdigest() if manifest.is_file() else None
     return open_checkpoint(folder), folder.resolve().name, {"checkpoint": folder.name, "manifest_sha256": digest}

@@ -59,7 +59,7 @@ def command(
     if dry_run:
         _show_plan(console, source, target, samples, seq, as_json)
         return
-    from w4a4.cli.device import choose_device
+    from w4a4.serve.device import choose_device
 
     run, tokens = calibration_run(console, source, data, samples, seq, seed, offline)
     console.say(f"calibrating {run.model} on {samples} windows of {seq} tokens: {run.text}")

@@ -28,11 +28,11 @@ class Console:
     def say(self, line: str) -> None:
         """One line for people, on standard error; nothing with -q."""
         if self.verbosity >= 0:
-            click.echo(line, err=True)
+            click.echo(printable(line), err=True)
 
     def data(self, text: str) -> None:
         """A result, on standard output."""
-        click.echo(text)
+        click.echo(printable(text))
 
     def document(self, name: str, content: Mapping[str, Any]) -> None:
         """One JSON document on standard output, marked with what it is and the version of its schema."""
@@ -41,7 +41,7 @@ class Console:
 
     def table(self, header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
         """Columns aligned with spaces, on standard output; numbers to the right."""
-        click.echo(format_table(header, rows))
+        self.data(format_table(header, rows))
 
     def progress(self, label: str) -> Progress:
         """A bar on a terminal, one plain line per step elsewhere; use as a context manager."""
@@ -51,6 +51,13 @@ class Console:
         self.verbosity = verbosity
         level = {-1: logging.WARNING, 0: logging.INFO}.get(verbosity, logging.DEBUG)
         logging.getLogger("w4a4").setLevel(level)
+
+
+class PrintableFormatter(logging.Formatter):
+    """What the rooms below log, safe to show."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
 
 
 class Progress:
@@ -97,6 +104,24 @@ class Progress:
     ) -> None:
         if self._bar is not None:
             self._bar.stop()
+
+
+def printable(text: str) -> str:
+    """`text` with all but its line ends spelled out that a terminal would obey or could not show.
+
+    Names and values come from files of strangers: \x1b[2J must not clear the screen of who inspects them.
+    """
+    if text.isascii() and text.replace("\n", "").isprintable():
+        return text
+    return "".join(
+        character if character.isprintable() or character == "\n" else character.encode("unicode_escape").decode()
+        for character in text
+    )
+
+
+def one_line(text: str) -> str:
+    """`text` as `printable`, on one line: other libraries explain themselves in paragraphs."""
+    return printable(" ".join(text.split()))
 
 
 def format_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

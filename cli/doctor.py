@@ -131,7 +131,7 @@ def _gpus() -> Iterator[Observation]:
         )
         yield Observation("GPU", "note", f"none seen; {built}. Models run on the processor (reference-cpu)")
         return
-    from w4a4.cli.device import why_no_kernels
+    from w4a4.serve.device import why_no_kernels
 
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)

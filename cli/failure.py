@@ -7,6 +7,7 @@ import traceback
 
 import click
 
+from w4a4.cli.console import one_line
 from w4a4.configs.errors import W4A4Error
 
 INTERRUPTED = 130
@@ -19,9 +20,9 @@ def report_failure(error: BaseException, verbosity: int) -> int:
         traceback.print_exception(error)
     message, hint, code = explain(error)
     if message:
-        click.echo(f"error: {message}", err=True)
+        click.echo(f"error: {one_line(message)}", err=True)
     if hint:
-        click.echo(f"  try: {hint}", err=True)
+        click.echo(f"  try: {one_line(hint)}", err=True)
     return code
 
 
@@ -35,7 +36,7 @@ def explain(error: BaseException) -> tuple[str, str, int]:
     if isinstance(error, click.ClickException):
         return error.format_message(), "", 2
     if isinstance(error, KeyboardInterrupt | click.Abort):
-        return "interrupted", "", INTERRUPTED
+        return "interrupted", str(error), INTERRUPTED
     if _is_out_of_memory(error):
         return (
             f"out of memory: {str(error).splitlines()[0] if str(error) else 'an allocation failed'}",

@@ -12,13 +12,14 @@ import click
 
 from w4a4.cli.console import Console
 from w4a4.cli.newest_checkpoint import newest_checkpoint
-from w4a4.cli.options import common_options, option, pass_console, runtime_options
-from w4a4.cli.scored_model import is_packed
-from w4a4.configs.aliases import known_models
-from w4a4.configs.errors import NotFoundError, UsageError, W4A4Error
+from w4a4.cli.options import common_options, generation_config_option, option, pass_console, runtime_options
+from w4a4.cli.scored_model import packed_folder
+from w4a4.configs.errors import NumericsError, UsageError
 
 if TYPE_CHECKING:
     from w4a4.serve.request import Output
+
+DEFAULT_MAX_TOKENS = 128
 
 
 @click.command(
@@ -27,10 +28,13 @@ if TYPE_CHECKING:
     "from standard input.",
 )
 @click.argument("arguments", metavar="[DIR] PROMPT", nargs=-1, required=True)
-@option("--max-tokens", type=click.IntRange(min=1), default=128, help="Stop after this many new tokens.")
-@option("--temperature", type=click.FloatRange(min=0), default=0.0, help="0: always the most probable token.")
-@option("--top-p", type=click.FloatRange(min=0, max=1, min_open=True), default=1.0)
-@option("--top-k", type=click.IntRange(min=0), default=0, help="0: off.")
+@option("--max-tokens", type=click.IntRange(min=1), help="New tokens. Default: 128, or what the model's length leaves.")
+@option("--temperature", type=click.FloatRange(min=0), help="0: greedy. Default: the model's, or 0.")
+@option("--top-p", type=click.FloatRange(min=0, max=1, min_open=True), help="Default: the model's, or 1 (off).")
+@option("--top-k", type=click.IntRange(min=0), help="0: off. Default: the model's, or 0.")
+@option("--min-p", type=click.FloatRange(min=0, max=1), help="0: off. Default: the model's, or 0.")
+@option("--repetition-penalty", type=click.FloatRange(min=0.01, max=100), help="1: off. Default: the model's, or 1.")
+@generation_config_option
 @option("--seed", type=int, help="Seed of the draws; default: another one each time.")
 @option("--chat", is_flag=True, help="Put PROMPT into the model's chat template, as a user's message.")
 @option("--system", metavar="TEXT", help="With --chat: the system message.")
@@ -40,10 +44,13 @@ if TYPE_CHECKING:
 def command(
     console: Console,
     arguments: tuple[str, ...],
-    max_tokens: int,
-    temperature: float,
-    top_p: float,
-    top_k: int,
+    max_tokens: int | None,
+    temperature: float | None,
+    top_p: float | None,
+    top_k: int | None,
+    min_p: float | None,
+    repetition_penalty: float | None,
+    generation_config: str,
     seed: int | None,
     chat: bool,
     system: str | None,
@@ -55,18 +62,21 @@ def command(
     folder, prompt = _arguments(console, arguments)
     if system is not None and not chat:
         raise UsageError("--system needs --chat")
-    _check_packed(arguments[0] if len(arguments) == 2 else str(folder))
+    from w4a4.configs.generation_config import NOTHING_SAID, PartialSampling, read_generation_config
+    from w4a4.export.checkpoint import open_checkpoint
     from w4a4.serve.engine import Engine, EngineConfig
     from w4a4.serve.model_runner import load_runner
     from w4a4.serve.request import FinishReason, Request, SamplingParams
     from w4a4.serve.settings import ServeSettings
     from w4a4.serve.tokenizer import load_tokenizer
 
-    tokenizer = load_tokenizer(folder)
+    tokenizer = load_tokenizer(folder, open_checkpoint(folder).config.vocab_size)
+    defaults = read_generation_config(folder).sampling if generation_config == "auto" else NOTHING_SAID
+    sampling = PartialSampling(temperature, top_p, top_k, min_p, repetition_penalty).or_else(defaults)
     settings = ServeSettings(
         checkpoint=folder,
-        device=device or "auto",
-        act=act or "auto",
+        device=device,
+        act=act,
         kv_bits=int(kv) if kv else None,
         max_num_seqs=1,
         kv_cache_bytes=256 << 20,
@@ -74,6 +84,8 @@ def command(
     begin = time.monotonic()
     runner = load_runner(settings)
     console.say(f"{folder}: loaded in {time.monotonic() - begin:.1f} s, {runner.info.path}")
+    if defaults.said:
+        console.say(f"from generation_config.json: {defaults}; --generation-config none leaves it out")
     if chat:
         messages = [{"role": "system", "content": system}] if system is not None else []
         text = tokenizer.render_chat([*messages, {"role": "user", "content": prompt}])
@@ -91,7 +103,9 @@ def command(
     engine.start()
     try:
         try:
-            params = SamplingParams(temperature, top_p, top_k, seed=seed, max_tokens=max_tokens)
+            room = max(1, runner.info.max_model_len - len(ids))
+            limit = min(DEFAULT_MAX_TOKENS, room) if max_tokens is None else max_tokens
+            params = SamplingParams(**{"temperature": 0.0, **sampling.said}, seed=seed, max_tokens=limit)
             engine.submit([Request("generate", tuple(ids), params)])
         except ValueError as error:
             raise UsageError(str(error)) from error
@@ -107,8 +121,10 @@ def command(
                 total.extend(output)
     finally:
         engine.shutdown()
+    if engine.failure is not None:
+        raise engine.failure
     if total.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
-        raise W4A4Error(f"the generation ended early ({total.finish_reason}): {total.error}", "w4a4 doctor")
+        raise NumericsError(f"the generation ended early: {total.error}", "w4a4 verify")
     seconds, rate = _speed(total)
     if as_json:
         console.document(
@@ -131,22 +147,12 @@ def _arguments(console: Console, arguments: tuple[str, ...]) -> tuple[Path, str]
         folder = newest_checkpoint()
         console.say(f"the newest checkpoint, {folder}")
     else:
-        folder = Path(arguments[0])
+        folder = packed_folder(arguments[0])
     if prompt == "-":
         prompt = sys.stdin.read()
     if not prompt:
         raise UsageError("the prompt is empty")
     return folder, prompt
-
-
-def _check_packed(name: str) -> None:
-    """Raise UsageError for a source model, which `generate` does not run, and NotFoundError where there is nothing."""
-    folder = Path(name)
-    if is_packed(folder):
-        return
-    if name in known_models() or (folder / "config.json").is_file() or (folder.suffix == ".gguf" and folder.is_file()):
-        raise UsageError(f"{name} is a source model: generate runs packed checkpoints", f"w4a4 quantize {name}")
-    raise NotFoundError(f"{name} is not a checkpoint folder", "make one: w4a4 quantize MODEL")
 
 
 def _speed(output: Output) -> tuple[float, float]:

@@ -11,7 +11,6 @@ import click
 from w4a4.cli.console import Console, format_bytes
 from w4a4.cli.newest_checkpoint import newest_checkpoint
 from w4a4.cli.options import common_options, option, pass_console, source_options
-from w4a4.cli.scored_model import is_packed
 
 if TYPE_CHECKING:
     from w4a4.calibrate.source import Source
@@ -34,9 +33,9 @@ def command(
     if model is None:
         model = str(newest_checkpoint())
         console.say(f"the newest checkpoint, {model}")
-    if is_packed(Path(model)):
-        from w4a4.export.checkpoint import open_checkpoint
+    from w4a4.export.checkpoint import is_packed, open_checkpoint
 
+    if is_packed(Path(model)):
         _show_checkpoint(console, open_checkpoint(Path(model)), layers, as_json)
     else:
         from w4a4.calibrate.source import open_source

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 import click
 
-from w4a4.cli.console import Console
+from w4a4.cli.console import Console, PrintableFormatter
 from w4a4.cli.failure import report_failure
 
 COMMANDS = {
@@ -62,9 +62,24 @@ class LazyGroup(click.Group):
         return super().resolve_command(ctx, args)
 
 
-@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+START = """\
+w4a4: 4-bit serving of large language models. To begin with a small one:
+
+  w4a4 quantize smollm2-135m         fetch it and write ./smollm2-135m-w4a4
+  w4a4 generate 'Once upon a time'   continue a text with it
+  w4a4 serve --port 8000             serve it in OpenAI's format
+  w4a4 --help                        every command\
+"""
+
+
+@click.group(
+    cls=LazyGroup,
+    invoke_without_command=True,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
 @click.version_option(version("w4a4"), prog_name="w4a4", message="%(prog)s %(version)s")
-def w4a4() -> None:
+@click.pass_context
+def w4a4(context: click.Context) -> None:
     """4-bit serving of large language models: weights, activations and KV cache.
 
     Every option can also be set in the environment as W4A4_<OPTION>, or in a YAML file given with --config. Results go
@@ -74,6 +89,9 @@ def w4a4() -> None:
     Exit codes: 0 done, 1 our bug, 2 usage, 3 not found or offline, 4 not supported, 5 corrupt checkpoint,
     6 numbers not finite or quality gate failed, 7 memory or disk, 75 stopped and can resume, 130 interrupted.
     """
+    if context.invoked_subcommand is None:
+        click.echo(START, err=True)
+        context.exit(2)
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
@@ -81,7 +99,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     _quieten_libraries()
     console = Console()
     handler = logging.StreamHandler()  # to standard error
-    handler.setFormatter(logging.Formatter("%(message)s"))
+    handler.setFormatter(PrintableFormatter("%(message)s"))
     logger = logging.getLogger("w4a4")
     logger.addHandler(handler)
     logger.propagate = False

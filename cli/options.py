@@ -17,6 +17,7 @@ import click
 from w4a4.cli.console import Console
 from w4a4.configs.errors import UsageError
 
+_NUMBERS = (click.IntRange, click.FloatRange, type(click.INT), type(click.FLOAT))
 Function = TypeVar("Function", bound=Callable[..., Any])
 pass_console = click.make_pass_decorator(Console, ensure=True)
 
@@ -30,7 +31,10 @@ class Option(click.Option):
             self.envvar = f"W4A4_{self.name.upper()}"
 
     def type_cast_value(self, ctx: click.Context, value: Any) -> Any:
-        """As click does it, but no number may be NaN, nor infinite unless that is the default (of a rate: at once)."""
+        """As click does it, but no number may be NaN, nor infinite unless that is the default (of a rate: at once), and
+        only ASCII spells one: Python's own `int` reads the digits of every script."""
+        if isinstance(value, str) and not value.isascii() and isinstance(self.type, _NUMBERS):
+            raise click.BadParameter(f"{value!r} is not a number in ASCII digits.", ctx, self)
         cast = super().type_cast_value(ctx, value)
         if isinstance(cast, float) and not math.isfinite(cast) and cast != self.default:
             raise click.BadParameter(f"{value} is not a finite number.", ctx, self)
@@ -106,6 +110,15 @@ def runtime_options(function: Function) -> Function:
     ):
         function = decorate(function)
     return function
+
+
+def generation_config_option(function: Function) -> Function:
+    return option(
+        "--generation-config",
+        type=click.Choice(["auto", "none"]),
+        default="auto",
+        help="auto: what is not said about sampling is taken from the model's generation_config.json.",
+    )(function)
 
 
 def device_option(function: Function) -> Function:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 import shutil
-import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -17,7 +16,7 @@ from w4a4.cli.console import Console, format_bytes
 from w4a4.cli.newest_checkpoint import remember_checkpoint
 from w4a4.cli.options import calibration_options, common_options, device_option, option, pass_console, source_options
 from w4a4.cli.report import write_quantization_report
-from w4a4.cli.stop_signals import StopSignals
+from w4a4.cli.stop_signals import StopSignals, resumable
 from w4a4.configs.errors import StoppedError, UsageError
 
 if TYPE_CHECKING:
@@ -55,6 +54,7 @@ if TYPE_CHECKING:
 @source_options
 @common_options
 @pass_console
+@resumable
 def command(
     console: Console,
     model: str,
@@ -79,9 +79,9 @@ def command(
 ) -> None:
     from w4a4.calibrate.source import open_source
     from w4a4.calibrate.statistics import load_statistics
-    from w4a4.cli.device import choose_device
     from w4a4.configs.recipe import load_recipe
     from w4a4.export.plan import fit_recipe
+    from w4a4.serve.device import choose_device
 
     if fail_if_ppl_above is not None and not gate_tokens:
         raise UsageError("--fail-if-ppl-above needs text to score", "leave out --gate-tokens 0")
@@ -110,14 +110,11 @@ def command(
         )
     begin = time.monotonic()
     with StopSignals() as signals:
-        try:
-            if stats is None:
-                stats = _calibrate(console, source, target, data, samples, seq, seed, offline, place, signals)
-            path, quality = _quantize(
-                console, source, stats, chosen, target, place, signals, gate_tokens, fail_if_ppl_above, offline
-            )
-        except StoppedError as error:
-            raise StoppedError(error.message, f"{shlex.join(['w4a4', *sys.argv[1:]])}   (goes on from here)") from error
+        if stats is None:
+            stats = _calibrate(console, source, target, data, samples, seq, seed, offline, place, signals)
+        path, quality = _quantize(
+            console, source, stats, chosen, target, place, signals, gate_tokens, fail_if_ppl_above, offline
+        )
     shutil.rmtree(_own_statistics(target), ignore_errors=True)
     remember_checkpoint(path)
     page = (

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from w4a4.configs.architecture import ModelConfig, quantization_method
-from w4a4.configs.errors import CheckpointError, UsageError
+from w4a4.configs.aliases import known_models
+from w4a4.configs.architecture import ModelConfig
+from w4a4.configs.errors import NotFoundError, UsageError
 
 if TYPE_CHECKING:
     import torch
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from w4a4.calibrate.decoder import FloatModel
-    from w4a4.kernels.layout import ActMode
     from w4a4.serve.evaluate import LazyLogits
     from w4a4.serve.model import CausalLM
 
@@ -43,20 +42,23 @@ def open_scored(
     Raises:
         UsageError: --act or --kv with a source model, which runs in float.
     """
-    from w4a4.calibrate.source import load_tokenizer, open_source
-    from w4a4.cli.device import choose_device
+    from w4a4.calibrate.source import open_source
+    from w4a4.configs.tokenizer_files import load_tokenizer
+    from w4a4.export.checkpoint import is_packed, open_checkpoint
+    from w4a4.serve.device import choose_device
 
     folder = Path(model)
     if is_packed(folder):
-        from w4a4.export.checkpoint import open_checkpoint
         from w4a4.serve.model import CausalLM
+        from w4a4.serve.model_runner import choose_act
 
+        checkpoint = open_checkpoint(folder)
+        tokenizer = load_tokenizer(folder, checkpoint.config.vocab_size)
         chosen = choose_device(device, for_kernels=True)
-        mode = default_act(act, chosen)
-        packed = CausalLM(open_checkpoint(folder), chosen, mode, int(kv) if kv else None)
+        mode = choose_act(act, chosen)
+        packed = CausalLM(checkpoint, chosen, mode, int(kv) if kv else None)
         paths = ", ".join(sorted(set(packed.paths().values())))
-        logits = lazy_logits(packed)
-        return ScoredModel(packed.config, load_tokenizer(folder), logits, chosen, paths, mode, packed.kv_bits)
+        return ScoredModel(packed.config, tokenizer, lazy_logits(packed), chosen, paths, mode, packed.kv_bits)
     if act or kv:
         raise UsageError(f"{model} is a source model and runs in float: --act and --kv are for packed checkpoints")
     from w4a4.calibrate.decoder import FloatModel
@@ -77,20 +79,22 @@ def lazy_logits(model: CausalLM | FloatModel) -> Callable[[Tensor], LazyLogits]:
     return lambda tokens: LazyLogits(model.hidden_states(tokens), head)
 
 
-def default_act(act: str | None, device: torch.device) -> ActMode:
-    """The activation mode of a packed model: `act`, else the precision map, or 8 bits on Hopper (free there)."""
-    from w4a4.serve.model_runner import choose_act
+def packed_folder(name: str, hint: str = "") -> Path:
+    """The checkpoint folder called `name`, told by its config.json; no tensor is looked at.
 
-    return choose_act(act or "auto", device)
+    Raises:
+        UsageError: `name` is an alias or a .gguf file: a source model.
+        NotFoundError: there is nothing of that name.
+        Others as `open_checkpoint`: a folder that is no sound checkpoint, a source model's included.
+    """
+    from w4a4.export.checkpoint import read_config
+    from w4a4.export.quantization_config import read_quantization_config
 
-
-def is_packed(folder: Path) -> bool:
-    """Whether `folder` holds a checkpoint of ours, by its config.json."""
-    path = folder / "config.json"
-    if not path.is_file():
-        return False
-    try:
-        config = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: not JSON: {error}") from error
-    return isinstance(config, dict) and quantization_method(config) == "w4a4"
+    folder = Path(name)
+    hint = hint or f"w4a4 quantize {name}"
+    if folder.is_dir():
+        read_quantization_config(read_config(folder))
+        return folder
+    if name in known_models() or (folder.suffix == ".gguf" and folder.is_file()):
+        raise UsageError(f"{name} is a source model, not a packed checkpoint", hint)
+    raise NotFoundError(f"{name} is not a checkpoint folder", "make one: w4a4 quantize MODEL")

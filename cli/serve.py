@@ -9,8 +9,8 @@ import click
 
 from w4a4.cli.console import Console
 from w4a4.cli.newest_checkpoint import newest_checkpoint
-from w4a4.cli.options import common_options, option, pass_console, runtime_options
-from w4a4.configs.errors import NotFoundError
+from w4a4.cli.options import common_options, generation_config_option, option, pass_console, runtime_options
+from w4a4.cli.scored_model import packed_folder
 
 
 @click.command(
@@ -46,6 +46,7 @@ from w4a4.configs.errors import NotFoundError
 @option("--prefix-caching/--no-prefix-caching", default=True, help="Reuse the KV pages of equal beginnings.")
 @option("--eager", is_flag=True, help="No CUDA graphs.")
 @option("--seed", type=int, help="Seed for requests that bring none.")
+@generation_config_option
 @option("--max-body-bytes", type=int, default=8 << 20, help="Greatest request; more gets 413.")
 @option("--request-timeout", type=float, default=30.0, help="Seconds that a client may take to send a request.")
 @option("--shutdown-timeout", type=float, default=30.0, help="Seconds that requests may go on after SIGTERM.")
@@ -64,6 +65,7 @@ def command(
     kv_cache_memory: float,
     prefix_caching: bool,
     eager: bool,
+    generation_config: str,
     explain: bool,
     as_json: bool,
     **values: Any,
@@ -71,8 +73,9 @@ def command(
     if folder is None:
         folder = newest_checkpoint()
         console.say(f"serving the newest checkpoint, {folder}")
-    if not folder.is_dir():
-        raise NotFoundError(f"{folder} is not a checkpoint folder", "make one: w4a4 quantize MODEL")
+    folder = packed_folder(str(folder))
+    from w4a4.configs.generation_config import NOTHING_SAID, read_generation_config
+    from w4a4.export.checkpoint import open_checkpoint
     from w4a4.serve.model_runner import load_runner
     from w4a4.serve.process import ServerProcess, bind, explain_lines
     from w4a4.serve.settings import ServeSettings
@@ -80,8 +83,8 @@ def command(
 
     settings = ServeSettings(
         checkpoint=folder,
-        device=device or "auto",
-        act=act or "auto",
+        device=device,
+        act=act,
         kv_bits=int(kv) if kv else None,
         kv_cache_bytes=int(kv_cache_memory * 2**30),
         is_prefix_caching=prefix_caching,
@@ -95,14 +98,6 @@ def command(
         else:
             console.table(list(lines[0]), [list(line.values()) for line in lines])
         return 0
-    bound = bind(settings.host, settings.port)  # before the model is loaded: a port in use is told at once
-    runner = load_runner(settings)
-    info = runner.info
-    console.say(
-        f"{settings.model_name} on {info.device}: {info.path}; {info.num_pages} pages hold "
-        f"{info.num_pages * info.page_size:,} tokens, up to {info.max_model_len:,} in one sequence"
-    )
-    tokenizer = load_tokenizer(folder, chat_template=settings.chat_template)
 
     def on_ready(url: str) -> None:
         if as_json:
@@ -110,4 +105,16 @@ def command(
         else:
             console.say(f"ready: {url}   (try: curl {url}/v1/models)")
 
-    return ServerProcess(settings, bound, runner, tokenizer, tokenizer.eos_ids, on_ready).run()
+    with bind(settings.host, settings.port) as bound:  # before the model is loaded: a port in use is told at once
+        vocab_size = open_checkpoint(folder).config.vocab_size
+        tokenizer = load_tokenizer(folder, vocab_size, chat_template=settings.chat_template)
+        sampling = read_generation_config(folder).sampling if generation_config == "auto" else NOTHING_SAID
+        runner = load_runner(settings)
+        info = runner.info
+        console.say(
+            f"{settings.model_name} on {info.device}: {info.path}; {info.num_pages} pages hold "
+            f"{info.num_pages * info.page_size:,} tokens, up to {info.max_model_len:,} in one sequence"
+        )
+        if sampling.said:
+            console.say(f"where a request does not say: {sampling} (generation_config.json)")
+        return ServerProcess(settings, bound, runner, tokenizer, tokenizer.eos_ids, on_ready, sampling).run()

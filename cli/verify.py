@@ -7,14 +7,16 @@ from pathlib import Path
 
 import click
 
-from w4a4.cli.console import Console
+from w4a4.cli.console import Console, one_line
 from w4a4.cli.newest_checkpoint import newest_checkpoint
 from w4a4.cli.options import common_options, pass_console
-from w4a4.configs.errors import CheckpointError
+from w4a4.configs.errors import CheckpointError, NumericsError
 
 
 @click.command(
-    "verify", help="Check hashes, names, dtypes, shapes and values of every tensor of the checkpoint in DIR."
+    "verify",
+    help="Check the checkpoint in DIR: the hash of every file, names, dtypes, shapes and values of every tensor, and "
+    "the files of the tokenizer.",
 )
 @click.argument("folder", metavar="[DIR]", required=False, type=click.Path(path_type=Path))
 @common_options
@@ -33,9 +35,10 @@ def command(console: Console, folder: Path | None, as_json: bool) -> None:
         )
     else:
         for finding in findings:
-            console.data(str(finding))
+            console.data(one_line(str(finding)))
     if findings:
-        raise CheckpointError(
+        kind = NumericsError if all(finding.is_numeric for finding in findings) else CheckpointError
+        raise kind(
             f"{folder}: {len(findings)} fault{'s' if len(findings) > 1 else ''} found",
             "fetch or write the checkpoint again",
         )

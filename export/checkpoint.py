@@ -7,7 +7,7 @@ read. No pickle is ever read; names in an index are base names; nothing outside 
 
 from __future__ import annotations
 
-import json
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,9 +16,10 @@ from typing import Any
 from safetensors import safe_open
 from torch import Tensor
 
-from w4a4.configs.architecture import ModelConfig
-from w4a4.configs.errors import CheckpointError, NotFoundError
-from w4a4.configs.safetensors_header import MAX_HEADER_BYTES, TensorEntry, read_header
+from w4a4.configs.architecture import ModelConfig, quantization_method
+from w4a4.configs.errors import CheckpointError, NotFoundError, W4A4Error
+from w4a4.configs.json_file import read_json_object
+from w4a4.configs.safetensors_header import TensorEntry, read_header
 from w4a4.export.finding import Finding, raise_first
 from w4a4.export.packed_linear import (
     FLOATS,
@@ -26,11 +27,18 @@ from w4a4.export.packed_linear import (
     PackedLinear,
     TensorSpec,
     WeightWidths,
+    finite_findings,
     linear_specs,
     stored_layout,
     value_findings,
 )
-from w4a4.export.quantization_config import FEATURES, FORMAT_VERSION, LayoutRules, read_quantization_config
+from w4a4.export.quantization_config import (
+    FEATURES,
+    FORMAT_VERSION,
+    QUANT_METHOD,
+    LayoutRules,
+    read_quantization_config,
+)
 from w4a4.kernels.layout import LinearLayout
 
 CONFIG_FILE = "config.json"
@@ -38,16 +46,19 @@ INDEX_FILE = "model.safetensors.index.json"
 MANIFEST_FILE = "w4a4_manifest.json"
 RECIPE_FILE = "recipe.yaml"
 CARD_FILE = "README.md"
+COPIED_BYTES = 1 << 20
+"""A view of a mapped file keeps all of it mapped: up to this size tensors are copied, so that a model that runs on
+converted weights does not hold its shards for a norm and some scales."""
 
 __all__ = [
     "CARD_FILE", "CONFIG_FILE", "FEATURES", "FORMAT_VERSION", "INDEX_FILE", "MANIFEST_FILE", "RECIPE_FILE",
-    "PackedCheckpoint", "PackedLinear", "open_checkpoint",
+    "PackedCheckpoint", "PackedLinear", "is_packed", "open_checkpoint",
 ]  # fmt: skip
 
 
 @dataclass(frozen=True)
 class PackedCheckpoint:
-    """An opened checkpoint. Tensors are read on demand (memory-mapped) and returned on the CPU.
+    """An opened checkpoint. Tensors are read on demand (memory-mapped; small ones copied) and returned on the CPU.
 
     `entries` has every tensor's dtype, shape and place; `files` the shard each one stands in.
     """
@@ -75,14 +86,26 @@ class PackedCheckpoint:
         return frozenset(self.entries)
 
     def tensor(self, name: str) -> Tensor:
-        """One tensor as stored. Raises CheckpointError where there is none of that name."""
+        """One tensor as stored.
+
+        Raises:
+            CheckpointError: there is none of that name.
+            NumericsError: it belongs to no packed linear (a norm, an embedding, a mean) and holds NaN or infinity.
+        """
+        tensor = self.stored(name)
+        if name.rpartition(".")[2] not in SUFFIXES:
+            raise_first(finite_findings(name, tensor, self.files[name]))
+        return tensor
+
+    def stored(self, name: str) -> Tensor:
+        """One tensor as `tensor` gives it, its values not checked."""
         if name not in self.entries:
             raise CheckpointError(f"{self.path}: no tensor {name!r}", "`w4a4 inspect DIR` lists what there is")
         file = self.files[name]
         if file not in self._handles:
             self._handles[file] = safe_open(shard_path(self.path, file), framework="pt")
         tensor: Tensor = self._handles[file].get_tensor(name)
-        return tensor
+        return tensor.clone() if tensor.nbytes <= COPIED_BYTES else tensor
 
     def linear_tensors(self, prefix: str) -> dict[str, Tensor]:
         """The stored tensors of the linear `prefix`, by suffix ("weight_packed", ...), values not checked."""
@@ -91,7 +114,7 @@ class PackedCheckpoint:
         return {suffix: self.tensor(name) for suffix, name in names.items() if name in self.entries}
 
     def linear(self, prefix: str) -> PackedLinear:
-        """The linear `prefix` with its values checked. Raises CheckpointError."""
+        """The linear `prefix` with its values checked. Raises CheckpointError, or NumericsError for NaN or infinity."""
         return PackedLinear.from_tensors(prefix, self.linear_tensors(prefix), self.rules, self._file_of(prefix))
 
     def layout(self, prefix: str) -> LinearLayout:
@@ -141,11 +164,34 @@ def open_checkpoint(path: Path) -> PackedCheckpoint:
     return PackedCheckpoint(path, config, hf_config, quantization, entries, index)
 
 
-def read_config(path: Path) -> dict[str, Any]:
-    """config.json of a checkpoint folder. Raises NotFoundError for a folder, CheckpointError for a file."""
+def is_packed(path: Path) -> bool:
+    """Whether `path` is a checkpoint of ours, sound or damaged, which `open_checkpoint` would tell.
+
+    Our manifest says so, or else config.json. A folder that says neither may be a source model.
+    """
     if not path.is_dir():
-        raise NotFoundError(f"no checkpoint folder at {path}", "make one with `w4a4 quantize MODEL -o DIR`")
-    return _read_json(path, CONFIG_FILE)
+        return False
+    if os.path.lexists(path / MANIFEST_FILE):
+        return True
+    try:
+        return quantization_method(read_config(path)) == QUANT_METHOD
+    except W4A4Error:
+        return False
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """config.json of a checkpoint folder.
+
+    Raises:
+        NotFoundError: no such folder, or one without config.json and manifest, which is no checkpoint.
+        CheckpointError: config.json is missing from a checkpoint, leads out of it, or is no JSON object.
+    """
+    hint = "make one with `w4a4 quantize MODEL -o DIR`"
+    if not path.is_dir():
+        raise NotFoundError(f"no checkpoint folder at {path}", hint)
+    if not any(os.path.lexists(path / file) for file in (CONFIG_FILE, MANIFEST_FILE)):
+        raise NotFoundError(f"{path} is no checkpoint folder: it has no {CONFIG_FILE}", hint)
+    return read_json_object(shard_path(path, CONFIG_FILE))
 
 
 def read_index(path: Path) -> dict[str, str]:
@@ -155,7 +201,7 @@ def read_index(path: Path) -> dict[str, str]:
             f"{path}: has pickled weights (*.bin) and no {INDEX_FILE}; expected safetensors",
             "pickles are never read: make a checkpoint with `w4a4 quantize MODEL -o DIR`",
         )
-    weight_map = _read_json(path, INDEX_FILE).get("weight_map")
+    weight_map = read_json_object(shard_path(path, INDEX_FILE)).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{INDEX_FILE}: weight_map: got {str(weight_map)[:60]}, expected tensor names to files")
     for tensor, file in weight_map.items():
@@ -188,7 +234,8 @@ def shard_path(folder: Path, file: str) -> Path:
     """
     path = folder / file
     if not path.exists():
-        raise CheckpointError(f"{file}: missing, but {INDEX_FILE} names it", "fetch the checkpoint again")
+        what = "a link that leads nowhere" if path.is_symlink() else "missing"
+        raise CheckpointError(f"{file}: {what}, expected a file in {folder}", "fetch or write the checkpoint again")
     allowed = [folder.resolve()]
     if folder.resolve().parent.name == "snapshots":
         allowed.append(folder.resolve().parent.parent / "blobs")
@@ -291,20 +338,3 @@ def _fits(shape: tuple[int, ...], declared: tuple[int | None, ...]) -> bool:
 
 def _is_base_name(name: str) -> bool:
     return name not in ("", ".", "..") and not any(character in name for character in "/\\\0")
-
-
-def _read_json(folder: Path, name: str) -> dict[str, Any]:
-    path = folder / name
-    hint = "fetch or write the checkpoint again"
-    if not path.exists():
-        raise CheckpointError(f"{folder}: no {name}", "expected the folder that `w4a4 quantize` wrote")
-    shard_path(folder, name)
-    if path.stat().st_size > MAX_HEADER_BYTES:
-        raise CheckpointError(f"{name}: got {path.stat().st_size:,} bytes, expected at most {MAX_HEADER_BYTES:,}", hint)
-    try:
-        value = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{name}: not JSON ({error})", hint) from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{name}: got {type(value).__name__}, expected a JSON object", hint)
-    return value

@@ -147,7 +147,7 @@ def _scales(weight: Tensor, diagonal: Tensor | None, layout: LinearLayout) -> Te
         if segment.weight_bits < 16:
             importance = None if diagonal is None else diagonal[part]
             columns.append(row_scales(weight[:, part], segment.weight_bits, importance, search))
-    return torch.stack(columns, 1)
+    return torch.stack(columns, 1) if columns else weight.new_empty(weight.shape[0], 0)  # narrow: all outliers
 
 
 def round_weight(weight: Tensor, layout: LinearLayout) -> Tensor:

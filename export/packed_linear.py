@@ -145,6 +145,7 @@ class PackedLinear:
 
         Raises:
             CheckpointError: a permutation, map, scale, clip or shape that makes no sense.
+            NumericsError: outliers or bias not finite.
         """
         shapes = {suffix: tuple(tensor.shape) for suffix, tensor in tensors.items()}
         raise_first(value_findings(prefix, tensors, file))
@@ -252,9 +253,16 @@ def value_findings(prefix: str, tensors: Mapping[str, Tensor], file: str) -> lis
         elif len(torch.unique(perm)) != len(perm):
             found("input_perm", "every channel once", f"{len(perm) - len(torch.unique(perm))} repeated channels")
     for suffix in ("weight_outlier", "bias"):
-        if suffix in tensors and not bool(torch.isfinite(tensors[suffix]).all()):
-            found(suffix, "finite values", "NaN or infinity")
+        if suffix in tensors:
+            findings += finite_findings(f"{prefix}.{suffix}", tensors[suffix], file)
     return findings
+
+
+def finite_findings(name: str, tensor: Tensor, file: str) -> list[Finding]:
+    """Whether a float tensor holds NaN or an infinity."""
+    if bool(torch.isfinite(tensor).all()):
+        return []
+    return [Finding(file, name, "finite values", "NaN or infinity", is_numeric=True)]
 
 
 def _refine(acts: Sequence[tuple[int, int]], weights: Sequence[tuple[int, int]]) -> tuple[Segment, ...]:

@@ -159,7 +159,7 @@ def required_features(quantization: Mapping[str, Any], tensor_names: set[str]) -
 
 def _check_version(version: object, file: str) -> bool:
     """True where the checkpoint's minor version is newer than ours."""
-    match = re.fullmatch(r"(\d{1,6})\.(\d{1,6})", version) if isinstance(version, str) else None
+    match = re.fullmatch(r"([0-9]{1,6})\.([0-9]{1,6})", version) if isinstance(version, str) else None
     if match is None:
         raise _corrupt(file, "format_version", version, f"MAJOR.MINOR such as {FORMAT_VERSION}")
     major, minor = int(match[1]), int(match[2])

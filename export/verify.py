@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-import torch
-
+from w4a4.configs.architecture import ModelConfig
 from w4a4.configs.errors import W4A4Error
+from w4a4.configs.generation_config import FILE as GENERATION_CONFIG_FILE
+from w4a4.configs.generation_config import read_generation_config
 from w4a4.configs.safetensors_header import TensorEntry, read_header
+from w4a4.configs.tokenizer_files import load_tokenizer
 from w4a4.export.checkpoint import (
     MANIFEST_FILE,
     PackedCheckpoint,
@@ -24,7 +26,7 @@ from w4a4.export.checkpoint import (
 )
 from w4a4.export.finding import Finding
 from w4a4.export.manifest import read_manifest, sha256_of
-from w4a4.export.packed_linear import SUFFIXES
+from w4a4.export.packed_linear import SUFFIXES, finite_findings
 from w4a4.export.quantization_config import read_quantization_config
 
 _SHARING_INPUT = (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj"))
@@ -33,7 +35,8 @@ _SHARING_INPUT = (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), 
 def verify_checkpoint(path: Path, on_progress: Callable[[str], None] | None = None) -> list[Finding]:
     """Check the checkpoint folder `path`; an empty list means that nothing is wrong.
 
-    Each step needs the one before: hashes always, then index and headers, then names, dtypes and shapes, then values.
+    Each step needs the one before: hashes always, then the index, the tokenizer's files and the headers, then names,
+    dtypes and shapes, then values.
 
     Args:
         on_progress: called with the name of each file or linear before it is read.
@@ -52,6 +55,7 @@ def verify_checkpoint(path: Path, on_progress: Callable[[str], None] | None = No
     except W4A4Error as error:
         return [*findings, Finding("", "", "an index of safetensors files", error.message)]
     config = model_config(hf_config, index)
+    findings += _text_findings(path, config, report)
     entries: dict[str, TensorEntry] = {}
     structure: list[Finding] = []
     for file in sorted(set(index.values())):
@@ -74,8 +78,23 @@ def verify_checkpoint(path: Path, on_progress: Callable[[str], None] | None = No
     for name in sorted(checkpoint.names()):
         if name.rpartition(".")[2] not in SUFFIXES:
             report(name)
-            if not bool(torch.isfinite(checkpoint.tensor(name)).all()):
-                findings.append(Finding(index[name], name, "finite values", "NaN or infinity"))
+            findings += finite_findings(name, checkpoint.stored(name), index[name])
+    return findings
+
+
+def _text_findings(path: Path, config: ModelConfig, report: Callable[[str], None]) -> list[Finding]:
+    """What is wrong with the files that lie between text and tokens: those of the tokenizer, and where answers end."""
+    report("tokenizer")
+    findings = []
+    readers: dict[str, Callable[[], object]] = {
+        "tokenizer": lambda: load_tokenizer(path, config.vocab_size),
+        GENERATION_CONFIG_FILE: lambda: read_generation_config(path),
+    }
+    for name, read in readers.items():
+        try:
+            read()
+        except W4A4Error as error:
+            findings.append(Finding(name, "", "what `generate` and `serve` can read", error.message))
     return findings
 
 

@@ -221,6 +221,11 @@ class Engine:
         if num_prompt == 0:
             raise ValueError("the prompt is empty: at least one token is needed")
         num_least = max(params.min_tokens, 1 if params.max_tokens != 0 else 0)
+        if params.max_tokens is not None and num_prompt + params.max_tokens > longest:
+            raise ValueError(
+                f"the prompt has {num_prompt} tokens and max_tokens is {params.max_tokens}; this model takes {longest} "
+                "of both together"
+            )
         if num_prompt + num_least > longest:
             raise ValueError(
                 f"the prompt has {num_prompt} tokens, this model takes {longest} of prompt and answer together, and at "
@@ -239,11 +244,10 @@ class Engine:
             raise ValueError(
                 "response_format cannot be combined with min_tokens or ignore_eos: the grammar decides the end"
             )
-        room = longest - num_prompt
         skips_special = params.skip_special_tokens
         return Sequence(
             request=request,
-            max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
+            max_tokens=longest - num_prompt if params.max_tokens is None else params.max_tokens,
             stop_ids=params.stop_token_ids | (frozenset() if params.ignore_eos else self._eos_ids),
             detokenizer=Detokenizer(
                 lambda ids: self._decode(list(ids), skips_special),

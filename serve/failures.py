@@ -6,18 +6,19 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from fastapi import HTTPException
 from starlette.responses import Response
 
 RETRY_AFTER_SECONDS = 1
 
 
-class ApiError(Exception):
-    """A request that ends with a status of 400 or more."""
+class ApiError(HTTPException):
+    """A request that ends with a status of 400 or more. FastAPI lets its own kind pass where it wraps all others."""
 
     def __init__(
         self, status: int, message: str, *, param: str | None = None, code: str | None = None, retry_after: int = 0
     ) -> None:
-        super().__init__(message)
+        super().__init__(status, message)
         self.status = status
         self.message = message
         self.param = param
@@ -49,6 +50,6 @@ def validation_error(errors: Sequence[Any]) -> ApiError:
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":
         message = "unknown parameter"
-    if first["type"] == "missing" and path is None:
-        message = "a JSON body is required"
+    if path is None and first["type"] in ("missing", "model_attributes_type"):
+        message = "the body must be a JSON object, with content-type: application/json"
     return ApiError(400, f"{path}: {message}" if path else message, param=path)

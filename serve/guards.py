@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import time
 from collections.abc import Sequence
+from contextlib import suppress
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from w4a4.serve.failures import ApiError
 
 OPEN_PATHS = frozenset({"/", "/health"})  # need no key: the page asks for one, and probes have none
-DISCARD_FACTOR = 4  # a body this many limits long is read to its end, so that the client gets to read the answer
+DISCARD_FACTOR = 4  # of a refused body this many limits are still read
+DISCARD_SECONDS = 5.0  # and for so long
 
 
 class ApiKeyGuard:
@@ -53,14 +54,15 @@ class BodyGuard:
             await self._app(scope, receive, send)
             return
         try:
+            self._check_size(_declared_length(scope))
             async with asyncio.timeout(self._timeout):
                 body = await self._read(receive)
         except TimeoutError:
             error = ApiError(408, f"the body did not arrive within {self._timeout:g} s", code="request_timeout")
-            await error.response()(scope, receive, _closing(send))
+            await self._refuse(error, receive, send)
             return
         except ApiError as error:
-            await error.response()(scope, receive, _closing(send))
+            await self._refuse(error, receive, send)
             return
         if body is None:  # the client is gone
             return
@@ -75,35 +77,46 @@ class BodyGuard:
 
         await self._app(scope, replay, send)
 
+    def _check_size(self, size: int) -> None:
+        if size > self._max_bytes:
+            raise ApiError(413, f"the body has more than {self._max_bytes} bytes", code="request_too_large")
+
     async def _read(self, receive: Receive) -> bytes | None:
+        """The whole body; None if the client went away. Raises ApiError as soon as it is too long."""
         pieces: list[bytes] = []
         size = 0
-        deadline = time.monotonic() + self._timeout / 2
         more_body = True
         while more_body:
             message = await receive()
             if message["type"] == "http.disconnect":
                 return None
-            piece: bytes = message.get("body", b"")
+            pieces.append(message.get("body", b""))
             more_body = message.get("more_body", False)
-            size += len(piece)
-            if size <= self._max_bytes:
-                pieces.append(piece)
-                continue
-            pieces.clear()
-            if size > DISCARD_FACTOR * self._max_bytes or time.monotonic() > deadline:
-                break
-        if size > self._max_bytes:
-            raise ApiError(413, f"the body has more than {self._max_bytes} bytes", code="request_too_large")
+            size += len(pieces[-1])
+            self._check_size(size)
         return b"".join(pieces)
 
+    async def _refuse(self, error: ApiError, receive: Receive, send: Send) -> None:
+        """Answer at once, then read on for a while what the client is still sending.
 
-def _closing(send: Send) -> Send:
-    """The connection cannot be used again: part of the body may be unread."""
+        The connection cannot be used again, and one that is closed on unread bytes is reset: the answer would be lost.
+        """
+        response = error.response()
+        headers = [*response.raw_headers, (b"connection", b"close")]
+        await send({"type": "http.response.start", "status": response.status_code, "headers": headers})
+        await send({"type": "http.response.body", "body": response.body, "more_body": True})
+        left = DISCARD_FACTOR * self._max_bytes
+        with suppress(TimeoutError):
+            async with asyncio.timeout(min(DISCARD_SECONDS, self._timeout)):
+                while left > 0:
+                    message = await receive()
+                    left -= len(message.get("body", b""))
+                    if message["type"] == "http.disconnect" or not message.get("more_body", False):
+                        break
+        await send({"type": "http.response.body", "body": b""})
 
-    async def close_after(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            message["headers"] = [*message.get("headers", []), (b"connection", b"close")]
-        await send(message)
 
-    return close_after
+def _declared_length(scope: Scope) -> int:
+    """Content-Length, which the HTTP parser has checked to be a number; 0 if there is none."""
+    lengths = [value for name, value in scope["headers"] if name == b"content-length"]
+    return int(lengths[0]) if lengths else 0

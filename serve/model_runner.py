@@ -12,11 +12,11 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from w4a4.configs.errors import ResourceError, UnsupportedError
+from w4a4.configs.errors import ResourceError
 from w4a4.export.checkpoint import open_checkpoint
-from w4a4.kernels import ops
 from w4a4.kernels.layout import ActMode, LinearLayout
 from w4a4.serve.cuda_graphs import DecodeGraphs, batch_buckets
+from w4a4.serve.device import choose_device
 from w4a4.serve.model import CausalLM
 from w4a4.serve.pages import plan_pool
 from w4a4.serve.runner import Batch, LayerPlan, RunnerInfo
@@ -29,10 +29,11 @@ GRAPH_BYTES = 1 << 30
 def load_runner(settings: ServeSettings) -> ModelRunner:
     """Open the checkpoint that `settings` names, move it to its device and size the KV pages.
 
-    Raises CheckpointError, UnsupportedError (device), ResourceError (one request of the full length does not fit).
+    Raises CheckpointError, NumericsError (weights), UnsupportedError (device), ResourceError (one request of the full
+    length does not fit).
     """
-    device = choose_device(settings.device)
     checkpoint = open_checkpoint(settings.checkpoint)
+    device = choose_device(settings.device, for_kernels=True)
     model = CausalLM(checkpoint, device, choose_act(settings.act, device), settings.kv_bits)
     return ModelRunner(
         model,
@@ -45,29 +46,9 @@ def load_runner(settings: ServeSettings) -> ModelRunner:
     )
 
 
-def choose_device(name: str) -> torch.device:
-    """The device called `name`; "auto" is the first GPU that has kernels, else the CPU.
-
-    Raises:
-        UnsupportedError: a GPU is named and PyTorch finds none.
-    """
-    if name != "auto":
-        device = torch.device(name)
-        if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-            raise UnsupportedError(f"{name} was asked for but is not here", "--device cpu; `w4a4 doctor` says what is")
-        return device
-    if torch.cuda.is_available():
-        try:
-            ops.backend_of("cuda")
-        except ops.UnsupportedDeviceError:
-            return torch.device("cpu")
-        return torch.device("cuda")
-    return torch.device("cpu")
-
-
-def choose_act(name: str, device: torch.device) -> ActMode:
-    """The activation mode called `name`; "auto" is the precision map, or 8 bits on Hopper, where they are free."""
-    if name == "auto":
+def choose_act(name: str | None, device: torch.device) -> ActMode:
+    """The activation mode called `name`; None is the precision map, or 8 bits on Hopper, where they are free."""
+    if name is None:
         return "map" if device.type == "cpu" else "a8"
     modes: dict[str, ActMode] = {"map": "map", "a8": "a8", "a16": "a16"}
     return modes[name]

@@ -21,7 +21,9 @@ from typing import TYPE_CHECKING, Any
 import uvicorn
 
 from w4a4.configs.errors import UsageError, W4A4Error
+from w4a4.configs.generation_config import NOTHING_SAID, PartialSampling
 from w4a4.serve.engine import Engine, EngineConfig
+from w4a4.serve.failures import ApiError
 from w4a4.serve.metrics import Metrics
 from w4a4.serve.runner import Runner
 from w4a4.serve.server import create_app
@@ -86,6 +88,12 @@ class PatientProtocol(HttpProtocol):
         self._stop_timer()
         super().connection_lost(exc)
 
+    def send_400_response(self, msg: str) -> None:
+        body = ApiError(400, "this is no valid HTTP/1.1 request").json
+        head = "HTTP/1.1 400 Bad Request\r\nconnection: close\r\ncontent-type: application/json\r\n"
+        self.transport.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+        self.transport.close()
+
     def _watch_head(self) -> None:
         is_waiting = self.cycle is None or self.cycle.response_complete
         if is_waiting and self._head_timer is None:
@@ -137,6 +145,7 @@ class ServerProcess:
         bound: from `bind`; listening starts in `run`.
         eos_ids: tokens that end an answer, beside those that a request names.
         on_ready: called with the URL once requests are taken.
+        sampling: what holds where a request says nothing.
     """
 
     def __init__(
@@ -147,6 +156,7 @@ class ServerProcess:
         tokenizer: Tokenizer,
         eos_ids: frozenset[int],
         on_ready: Callable[[str], None] = lambda url: None,
+        sampling: PartialSampling = NOTHING_SAID,
     ) -> None:
         self._settings = settings
         self._bound = bound
@@ -169,7 +179,7 @@ class ServerProcess:
             ),
             self._dispatcher.listen,
         )
-        self._service = Service(self.engine, self._dispatcher, tokenizer, settings.model_name, self._metrics)
+        self._service = Service(self.engine, self._dispatcher, tokenizer, settings.model_name, self._metrics, sampling)
         protocol = type("Protocol", (PatientProtocol,), {"head_timeout": settings.request_timeout})
         config = uvicorn.Config(
             create_app(self._service, settings),

@@ -7,14 +7,17 @@ strict and numbers finite; ranges that the engine knows are checked by `Sampling
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, model_validator
 
+from w4a4.configs.generation_config import PartialSampling
 from w4a4.serve.request import MAX_LOGPROBS, SamplingParams
 
 MAX_CHOICES = 128
 MAX_PROMPTS = 1024
+_TOKEN_ID = re.compile("[0-9]{1,10}")
 
 Item = TypeVar("Item")
 
@@ -100,23 +103,28 @@ class GenerationFields(StrictModel):
         return self.n or 1
 
     def sampling_params(
-        self, *, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None, choice: int
+        self,
+        defaults: PartialSampling,
+        *,
+        max_tokens: int | None,
+        logprobs: int | None,
+        prompt_logprobs: int | None,
+        choice: int,
     ) -> SamplingParams:
-        """Parameters of the choice-th answer. Raises ValueError naming the field."""
-        try:
-            logit_bias = {int(key): value for key, value in (self.logit_bias or {}).items()}
-        except ValueError:
-            raise ValueError("logit_bias: keys are token ids, such as {'50256': -100}") from None
+        """Parameters of the choice-th answer; `defaults` hold where the request says nothing.
+
+        Raises ValueError naming the field.
+        """
+        if not all(_TOKEN_ID.fullmatch(key) for key in self.logit_bias or ()):
+            raise ValueError("logit_bias: keys are token ids, such as {'50256': -100}")
+        logit_bias = {int(key): value for key, value in (self.logit_bias or {}).items()}
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         seed = self.seed
         if seed is not None:
             seed = (seed + choice + 2**63) % 2**64 - 2**63  # wraps at 64 bits
+        said = PartialSampling(self.temperature, self.top_p, self.top_k, self.min_p, self.repetition_penalty)
         return SamplingParams(
-            temperature=1.0 if self.temperature is None else self.temperature,
-            top_p=1.0 if self.top_p is None else self.top_p,
-            top_k=self.top_k or 0,
-            min_p=self.min_p or 0.0,
-            repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
+            **said.or_else(defaults).said,
             presence_penalty=self.presence_penalty or 0.0,
             frequency_penalty=self.frequency_penalty or 0.0,
             seed=seed,

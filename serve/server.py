@@ -16,7 +16,7 @@ from importlib.resources import files
 from typing import Any
 
 import pydantic_core
-from fastapi import FastAPI, HTTPException, Request
+from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException as StarletteHTTPException
@@ -60,12 +60,7 @@ class StrictJsonRoute(APIRoute):
         handler = super().get_route_handler()
 
         async def handle(request: Request) -> Response:
-            try:
-                return await handler(StrictJsonRequest(request.scope, request.receive))
-            except HTTPException as error:
-                if isinstance(error.__cause__, ApiError):  # FastAPI wraps what reading the body raises
-                    raise error.__cause__ from None
-                raise
+            return await handler(StrictJsonRequest(request.scope, request.receive))
 
         return handle
 

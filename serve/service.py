@@ -17,6 +17,7 @@ from functools import cached_property, partial
 from typing import Any, TypeVar
 
 from w4a4.configs.errors import W4A4Error
+from w4a4.configs.generation_config import PartialSampling
 from w4a4.serve.engine import Engine, EngineStoppedError, QueueFullError
 from w4a4.serve.failures import RETRY_AFTER_SECONDS, ApiError
 from w4a4.serve.grammar import GrammarCompiler, GrammarState
@@ -34,6 +35,7 @@ from w4a4.serve.responses import ChoiceText, Reply
 from w4a4.serve.streams import Channel, Dispatcher
 from w4a4.serve.tokenizer import ChatTemplateError, Tokenizer
 
+DEFAULT_MAX_TOKENS = 16  # of a completion, as at OpenAI
 LONG_TEXT = 4096  # characters; shorter ones take less than a thread switch is worth
 MAX_COMPILING = 2
 COMPILE_TIMEOUT = 30.0  # seconds
@@ -42,15 +44,25 @@ Result = TypeVar("Result")
 
 
 class Service:
-    """One model and its engine, for the routes. All methods belong to the event loop."""
+    """One model and its engine, for the routes. All methods belong to the event loop.
+
+    `sampling`: what holds where a request says nothing.
+    """
 
     def __init__(
-        self, engine: Engine, dispatcher: Dispatcher, tokenizer: Tokenizer, model_name: str, metrics: Metrics
+        self,
+        engine: Engine,
+        dispatcher: Dispatcher,
+        tokenizer: Tokenizer,
+        model_name: str,
+        metrics: Metrics,
+        sampling: PartialSampling,
     ) -> None:
         self.engine = engine
         self.tokenizer = tokenizer
         self.model_name = model_name
         self.metrics = metrics
+        self._sampling = sampling
         self._dispatcher = dispatcher
         self.created = int(time.time())
         self._num_compiling = 0
@@ -80,7 +92,8 @@ class Service:
         requests: list[Request] = []
         for prompt in prompts:
             ids = await self._prompt_ids(prompt, add_special_tokens=body.add_special_tokens is not False)
-            self._check_length(ids, body.max_tokens)
+            self._check_length(ids, body.max_tokens, "max_tokens")
+            room = self.engine.info.max_model_len - len(ids)
             echo_text = ""
             if body.echo:
                 if isinstance(prompt, str):
@@ -95,7 +108,7 @@ class Service:
                         body,
                         ids,
                         choice,
-                        max_tokens=16 if body.max_tokens is None else body.max_tokens,
+                        max_tokens=min(DEFAULT_MAX_TOKENS, room) if body.max_tokens is None else body.max_tokens,
                         logprobs=body.logprobs,
                         prompt_logprobs=body.logprobs if body.echo else None,
                     )
@@ -118,7 +131,8 @@ class Service:
         else:
             options["add_generation_prompt"] = body.add_generation_prompt is not False
         ids = await self.chat_ids(body.messages, options)
-        self._check_length(ids, body.max_new_tokens)
+        name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+        self._check_length(ids, body.max_new_tokens, name)
         top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
         requests = [
             await self._request(
@@ -173,7 +187,11 @@ class Service:
     ) -> Request:
         try:
             params = body.sampling_params(
-                max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs, choice=choice
+                self._sampling,
+                max_tokens=max_tokens,
+                logprobs=logprobs,
+                prompt_logprobs=prompt_logprobs,
+                choice=choice,
             )
         except ValueError as error:
             raise ApiError(400, str(error)) from None
@@ -260,12 +278,21 @@ class Service:
             include_usage=continuous or (options is not None and bool(options.include_usage)),
         )
 
-    def _check_length(self, ids: list[int], max_tokens: int | None) -> None:
+    def _check_length(self, ids: list[int], max_tokens: int | None, name: str) -> None:
+        """Prompt and answer, as long as the field `name` asks for it, fit into the model."""
         longest = self.engine.info.max_model_len
         if not ids:
             raise ApiError(400, "the prompt is empty: at least one token is needed", param="prompt")
         if len(ids) + (max_tokens != 0) > longest:
             raise _too_long(longest, str(len(ids)))
+        if max_tokens is not None and len(ids) + max_tokens > longest:
+            raise ApiError(
+                400,
+                f"this model's maximum context length is {longest} tokens; the prompt has {len(ids)} and {name} is "
+                f"{max_tokens}, together {len(ids) + max_tokens}",
+                code="context_length_exceeded",
+                param=name,
+            )
 
     def _check_ids(self, ids: list[int]) -> None:
         size = self.engine.info.vocab_size

@@ -13,8 +13,9 @@ class ServeSettings:
     """Settings of `w4a4 serve`. The command line resolves flag > W4A4_* > --config > these defaults.
 
     `max_model_len` None is the model's own length, as far as the KV pages allow. `kv_cache_bytes` sizes the pages on
-    a CPU; on a GPU `gpu_memory_utilization` of its memory is used, weights included. `request_timeout` is how long a
-    client may take to send a request; `shutdown_timeout` how long requests may go on after SIGTERM.
+    a CPU; on a GPU `gpu_memory_utilization` of its memory is used, weights included. `device` None is the best that is
+    here, `act` None what suits it. `request_timeout` is how long a client may take to send a request;
+    `shutdown_timeout` how long requests may go on after SIGTERM.
     """
 
     checkpoint: Path
@@ -24,8 +25,8 @@ class ServeSettings:
     allow_origins: tuple[str, ...] = ()
     served_model_name: str = ""
     chat_template: Path | None = None
-    device: str = "auto"
-    act: str = "auto"
+    device: str | None = None
+    act: str | None = None
     kv_bits: int | None = None
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048

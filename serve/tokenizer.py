@@ -5,18 +5,21 @@ Strings that cannot be encoded as UTF-8 (lone surrogates) are refused here: Rust
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from w4a4.configs import tokenizer_files
 from w4a4.configs.errors import CheckpointError
+from w4a4.configs.generation_config import read_generation_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SPACE = "\u2581"  # sentencepiece's mark of a space
+_BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
 class ChatTemplateError(ValueError):
@@ -44,11 +47,6 @@ class Tokenizer:
         chat_template: str | None = None,
         eos_ids: frozenset[int] = frozenset(),
     ) -> None:
-        if not tokenizer.is_fast:
-            raise CheckpointError(
-                f"the checkpoint's tokenizer is a {type(tokenizer).__name__} without tokenizer.json",
-                hint="save it as a fast tokenizer",
-            )
         self.hf = tokenizer
         self._backend = tokenizer.backend_tokenizer
         self._chat_template = chat_template
@@ -114,44 +112,24 @@ class Tokenizer:
             return b""
         if token_id in self._special_ids or token in self.hf.get_added_vocab():
             return token.encode()
-        if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
-            return bytes([int(token[3:5], 16)])
+        if byte := _BYTE_TOKEN.fullmatch(token):
+            return bytes.fromhex(byte[1])
         if self._is_byte_level:
             table = _byte_of_letter()
             return b"".join(bytes([table[letter]]) if letter in table else letter.encode() for letter in token)
         return token.replace(SPACE, " ").encode()
 
 
-def load_tokenizer(folder: Path, *, chat_template: Path | None = None) -> Tokenizer:
-    """The tokenizer of a checkpoint folder, from its files alone. Raises CheckpointError."""
-    from transformers import AutoTokenizer
+def load_tokenizer(folder: Path, vocab_size: int, *, chat_template: Path | None = None) -> Tokenizer:
+    """The tokenizer of a checkpoint folder whose model has `vocab_size` tokens.
 
+    Raises NotFoundError (there is none) or CheckpointError.
+    """
     template = None
     if chat_template is not None:
         try:
-            template = chat_template.read_text()
+            template = chat_template.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise CheckpointError(f"{chat_template}: {error}", hint="--chat-template names a Jinja file") from None
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # transformers raises what its parsers raise
-        raise CheckpointError(f"{folder}: the tokenizer cannot be loaded: {error}", hint="w4a4 verify") from None
-    return Tokenizer(tokenizer, chat_template=template, eos_ids=_configured_eos_ids(folder))
-
-
-def _configured_eos_ids(folder: Path) -> frozenset[int]:
-    """`eos_token_id`, one id or several, of generation_config.json, else of config.json."""
-    for name in ("generation_config.json", "config.json"):
-        path = folder / name
-        if not path.is_file():
-            continue
-        try:
-            value = json.loads(path.read_text()).get("eos_token_id")
-        except (OSError, ValueError, AttributeError) as error:
-            raise CheckpointError(f"{path}: {error}", hint="w4a4 verify") from None
-        ids = value if isinstance(value, list) else [] if value is None else [value]
-        if not all(type(token_id) is int and token_id >= 0 for token_id in ids):
-            raise CheckpointError(f"{path}: eos_token_id is {value!r}, expected token ids")
-        if ids:
-            return frozenset(ids)
-    return frozenset()
+    eos_ids = read_generation_config(folder).eos_ids
+    return Tokenizer(tokenizer_files.load_tokenizer(folder, vocab_size), chat_template=template, eos_ids=eos_ids)

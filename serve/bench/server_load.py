@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import math
 import random
 import statistics
 import threading
@@ -130,10 +131,10 @@ def parse_goodput(text: str) -> dict[str, float]:
     for part in text.split(",") if text else []:
         name, _, value = part.partition(":")
         try:
-            limits[name] = float(value)
+            limits[name] = float(value) if value.isascii() else -1.0
         except ValueError:
             limits[name] = -1.0
-        if name not in ("ttft", "tpot", "e2el") or limits[name] <= 0:
+        if name not in ("ttft", "tpot", "e2el") or not 0 < limits[name] < math.inf:
             raise UsageError(f"--goodput {text}: {part!r} is not a limit", "--goodput ttft:500,tpot:50 (milliseconds)")
     return limits
 

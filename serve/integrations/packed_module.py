@@ -53,7 +53,7 @@ class PackedLinearModule(nn.Module):
         """
         stored = self.stored
         device = stored["weight_shape"].device
-        act = self.act or choose_act("auto", device)
+        act = self.act or choose_act(None, device)
         if self._runtime is None or self._runtime.device != device or self._runtime_act != act:
             on_cpu = {suffix: tensor.cpu() for suffix, tensor in stored.items()}
             linear = PackedLinear.from_tensors(self.prefix, on_cpu, self._rules, "")

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from w4a4.cli.console import Console, Progress, format_bytes, format_table
+from w4a4.cli.console import Console, Progress, format_bytes, format_table, one_line, printable
 
 
 def test_columns_are_aligned_numbers_to_the_right() -> None:
@@ -19,6 +19,30 @@ def test_columns_are_aligned_numbers_to_the_right() -> None:
 )
 def test_bytes_for_people(count: float, text: str) -> None:
     assert format_bytes(count) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("plain\nlines", "plain\nlines"),
+        ("Größe 日本 🙂", "Größe 日本 🙂"),
+        ("\x1b[2J\r\x07\t\x00", r"\x1b[2J\r\x07\t\x00"),
+        ("\x9b31m \u202e \ud800", r"\x9b31m \u202e \ud800"),
+    ],
+)
+def test_a_terminal_is_told_nothing_but_text(text: str, shown: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert printable(text) == shown
+    console = Console()
+    console.data(text)
+    console.say(text)
+    console.table(("name",), [(text.replace("\n", " "),)])
+    captured = capsys.readouterr()
+    assert captured.err == shown + "\n"
+    assert captured.out.startswith(shown + "\nname\n") and not set(captured.out) & {"\x1b", "\u202e", "\r"}
+
+
+def test_paragraphs_become_one_line() -> None:
+    assert one_line("a\n\n  b\x1b\n") == r"a b\x1b"
 
 
 def test_data_and_words_take_different_streams(capsys: pytest.CaptureFixture[str]) -> None:

@@ -70,11 +70,15 @@ def test_a_tiny_model_from_source_to_text(
 def test_source_models_are_not_generated_with(invoke: Any, model_folder: ModelFolder, tmp_path: Path) -> None:
     gguf = tmp_path / "model.gguf"
     gguf.write_bytes(b"GGUF")
-    for name in ("smollm2-135m", model_folder("llama"), gguf):
+    for name in ("smollm2-135m", gguf):
         result = invoke("generate", name, "hello")
         assert result.code == 2
-        assert result.err.startswith(f"error: {name} is a source model: generate runs packed checkpoints\n")
+        assert result.err.startswith(f"error: {name} is a source model, not a packed checkpoint\n")
         assert f"w4a4 quantize {name}" in result.err
+    result = invoke("generate", model_folder("llama"), "hello")
+    assert result.code == 4
+    assert "not a w4a4 checkpoint: got quant_method None" in result.err
+    assert "w4a4 quantize MODEL" in result.err
 
 
 @pytest.mark.e2e

@@ -61,6 +61,11 @@ def test_one_line_one_hint_and_a_traceback_only_when_asked(capsys: pytest.Captur
         assert "Traceback" in capsys.readouterr().err
 
 
+def test_what_files_and_libraries_say_stays_one_harmless_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert report_failure(errors.CheckpointError("got \x1b[2J\nand more", "fetch\nit"), verbosity=0) == 5
+    assert capsys.readouterr().err == "error: got \\x1b[2J and more\n  try: fetch it\n"
+
+
 def test_our_bugs_say_so() -> None:
     message, hint, _ = explain(ZeroDivisionError("division by zero"))
     assert message == "this is a bug: ZeroDivisionError: division by zero"

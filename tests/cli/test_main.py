@@ -80,6 +80,8 @@ def test_every_option_has_help_and_an_environment_variable() -> None:
         (["eval", "x", "--fail-if-ppl-above", "nan"], "nan is not a finite number", "w4a4 eval --help"),
         (["generate", "x", "--temperature", "inf"], "inf is not a finite number", "w4a4 generate --help"),
         (["serve", "x", "--kv-cache-memory", "1e30"], "--kv-cache-memory", "w4a4 serve --help"),
+        (["eval", "x", "--seq", "\u0663\u0662"], "is not a number in ASCII digits", "w4a4 eval --help"),
+        (["generate", "x", "--temperature", "\u0660.5"], "is not a number in ASCII digits", "w4a4 generate --help"),
     ],
 )
 def test_usage_errors_end_with_2_and_what_to_type(invoke: Any, arguments: list[str], said: str, hint: str) -> None:
@@ -104,3 +106,11 @@ def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
     )
     assert done.stdout.startswith("alias")
     assert "Traceback" not in done.stdout
+
+
+def test_without_a_command_it_says_how_to_begin(invoke: Any) -> None:
+    result = invoke()
+    assert result.code == 2
+    assert result.out == ""
+    for command in ("w4a4 quantize smollm2-135m", "w4a4 generate", "w4a4 serve --port 8000", "w4a4 --help"):
+        assert command in result.err

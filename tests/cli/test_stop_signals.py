@@ -2,10 +2,13 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 
 import pytest
 
-from w4a4.cli.stop_signals import StopSignals
+from w4a4.cli.failure import explain
+from w4a4.cli.stop_signals import StopSignals, resumable
+from w4a4.configs.errors import StoppedError
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -19,3 +22,21 @@ def test_the_first_signal_is_a_wish_the_second_an_end(number: signal.Signals) ->
             os.kill(os.getpid(), number)
             signal.sigtimedwait([], 1)
     assert signal.getsignal(number) is before
+
+
+@pytest.mark.parametrize(("stop", "code"), [(KeyboardInterrupt(), 130), (StoppedError("stopped after a layer"), 75)])
+def test_whatever_stops_a_resumable_command_says_how_to_go_on(
+    stop: BaseException, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/w4a4", "quantize", "a model"])
+
+    @resumable
+    def command() -> None:
+        raise stop
+
+    with pytest.raises(type(stop)) as stopped:
+        command()
+    message, hint, exit_code = explain(stopped.value)
+    assert exit_code == code
+    assert message in ("interrupted", "stopped after a layer")
+    assert hint.startswith("w4a4 quantize 'a model'   (goes on")

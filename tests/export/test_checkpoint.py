@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
 import struct
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -12,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from w4a4.configs.errors import CheckpointError, NotFoundError, UnsupportedError
-from w4a4.export.checkpoint import CONFIG_FILE, INDEX_FILE, open_checkpoint
+from w4a4.configs.errors import CheckpointError, NotFoundError, NumericsError, UnsupportedError
+from w4a4.export.checkpoint import CONFIG_FILE, INDEX_FILE, MANIFEST_FILE, is_packed, open_checkpoint
 
 Q = "model.layers.0.self_attn.q_proj"
 FIRST_SHARD = "model-00001-of-00002.safetensors"
@@ -51,9 +53,50 @@ def test_no_folder(tmp_path: Path) -> None:
         open_checkpoint(tmp_path / "none")
 
 
-def test_no_config(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="no config.json"):
+def test_no_config(tmp_path: Path, breakable: Any) -> None:
+    with pytest.raises(NotFoundError, match="it has no config.json"):
         open_checkpoint(tmp_path)
+    assert not is_packed(tmp_path)
+    (breakable.path / CONFIG_FILE).unlink()
+    with pytest.raises(CheckpointError, match="config.json: missing"):
+        open_checkpoint(breakable.path)
+
+
+@pytest.mark.parametrize("content", [b"[]", b"{", b"null", b'{"quantization_config": null}'])
+def test_a_damaged_checkpoint_is_known_by_its_manifest(breakable: Any, content: bytes) -> None:
+    (breakable.path / CONFIG_FILE).write_bytes(content)
+    assert is_packed(breakable.path)
+    (breakable.path / MANIFEST_FILE).unlink()
+    assert not is_packed(breakable.path)
+
+
+def test_a_checkpoint_without_manifest_is_known_by_its_config(breakable: Any) -> None:
+    (breakable.path / MANIFEST_FILE).unlink()
+    assert is_packed(breakable.path)
+    breakable.write_json(CONFIG_FILE, {"quantization_config": {"quant_method": "gptq"}})
+    assert not is_packed(breakable.path)
+    assert not is_packed(breakable.path / CONFIG_FILE)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_small_tensors_keep_no_shard_mapped(written: Path) -> None:
+    checkpoint = open_checkpoint(written)
+    kept = [checkpoint.tensor("model.norm.weight"), checkpoint.linear(Q).weight_scales]
+    assert str(written) in Path("/proc/self/maps").read_text()
+    del checkpoint
+    gc.collect()
+    assert str(written) not in Path("/proc/self/maps").read_text()
+    assert all(tensor.isfinite().all() for tensor in kept)
+
+
+@pytest.mark.parametrize("name", ["model.norm.weight", "lm_head.weight", "model.layers.1.self_attn.k_mean"])
+def test_numbers_that_are_not_finite(breakable: Any, name: str) -> None:
+    breakable.set_tensor(name, with_item(2, float("inf"))(breakable.tensor(name)))
+    checkpoint = open_checkpoint(breakable.path)
+    with pytest.raises(NumericsError, match=f"{name}: got NaN or infinity") as caught:
+        checkpoint.tensor(name)
+    assert caught.value.exit_code == 6
+    assert not checkpoint.stored(name).isfinite().all()
 
 
 def test_only_pickled_weights(breakable: Any) -> None:
@@ -247,7 +290,7 @@ def test_values_are_checked_as_a_linear_is_read(
 def test_bias_that_is_not_finite(breakable: Any) -> None:
     name = "model.layers.1.self_attn.o_proj.bias"
     breakable.set_tensor(name, with_item(2, float("nan"))(breakable.tensor(name)))
-    with pytest.raises(CheckpointError, match="o_proj.bias: got NaN or infinity"):
+    with pytest.raises(NumericsError, match="o_proj.bias: got NaN or infinity"):
         open_checkpoint(breakable.path).linear("model.layers.1.self_attn.o_proj")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,18 @@ def rest() -> dict[str, Tensor]:
         "model.norm.weight": torch.randn(64, generator=generator).bfloat16(),
         "lm_head.weight": torch.randn(40, 64, generator=generator).half(),
     }
+
+
+def tokenizer_files(folder: Path) -> tuple[Path, ...]:
+    """The files of a tokenizer that knows the model's 40 tokens, written to `folder`."""
+    backend = {
+        "version": "1.0",
+        "model": {"type": "WordLevel", "vocab": {f"word{index}": index for index in range(40)}, "unk_token": "word0"},
+        "added_tokens": [],
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(backend))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+    return folder / "tokenizer.json", folder / "tokenizer_config.json"
 
 
 def write(output: Path, side_files: tuple[Path, ...] = (), max_shard_bytes: int = 30_000) -> list[int]:

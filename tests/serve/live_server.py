@@ -13,6 +13,7 @@ from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as RustTokenizer
 from transformers import PreTrainedTokenizerFast
 
+from w4a4.configs.generation_config import NOTHING_SAID, PartialSampling
 from w4a4.serve.process import ServerProcess, bind
 from w4a4.serve.settings import ServeSettings
 from w4a4.serve.tokenizer import Tokenizer
@@ -47,7 +48,11 @@ class LiveServer:
     """Started on construction. `stop` ends it as SIGTERM would and returns what `run` returned or raised."""
 
     def __init__(
-        self, runner: FakeRunner | None = None, chat_template: str | None = CHAT_TEMPLATE, **settings: Any
+        self,
+        runner: FakeRunner | None = None,
+        chat_template: str | None = CHAT_TEMPLATE,
+        sampling: PartialSampling = NOTHING_SAID,
+        **settings: Any,
     ) -> None:
         self.runner = runner or FakeRunner(num_pages=256, max_model_len=1024)
         self.settings = ServeSettings(
@@ -61,7 +66,7 @@ class LiveServer:
         self.url = ""
         self.outcome: int | BaseException | None = None
         self.process = ServerProcess(
-            self.settings, bound, self.runner, self.tokenizer, self.tokenizer.eos_ids, self._announce
+            self.settings, bound, self.runner, self.tokenizer, self.tokenizer.eos_ids, self._announce, sampling
         )
         self.engine = self.process.engine
         self.host, self.port = bound.getsockname()[:2]

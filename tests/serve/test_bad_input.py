@@ -65,14 +65,23 @@ def refused(response: httpx.Response, status: int = 400) -> dict[str, Any]:
 )
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"])
 def test_malformed_json(server: LiveServer, path: str, body: bytes) -> None:
-    refused(server.client.post(path, content=body, headers={"content-type": "application/json"}))
+    error = refused(server.client.post(path, content=body, headers={"content-type": "application/json"}))
+    if body in (b"", b"null", b"[]", b'"x"'):
+        assert error["message"].startswith("the body must be a JSON object")
+    elif b"1e999" not in body:  # which is JSON, of a number that no field takes
+        assert error["message"].startswith("the body is not valid JSON: ")
 
 
 def test_other_content_types(server: LiveServer) -> None:
-    refused(server.client.post("/v1/completions", content=b"prompt=x", headers={"content-type": "text/plain"}))
-    refused(server.client.post("/v1/completions", data={"prompt": "x"}))
-    refused(server.client.post("/v1/completions", files={"file": b"x"}))
-    refused(server.client.post("/v1/completions"))
+    for options in (
+        {"content": b'{"prompt": "x"}', "headers": {"content-type": "text/plain"}},
+        {"content": b'{"prompt": "x"}'},
+        {"data": {"prompt": "x"}},
+        {"files": {"file": b"x"}},
+        {},
+    ):
+        error = refused(server.client.post("/v1/completions", **options))  # type: ignore[arg-type]
+        assert error["message"] == "the body must be a JSON object, with content-type: application/json"
 
 
 @pytest.mark.parametrize(
@@ -110,6 +119,8 @@ def test_other_content_types(server: LiveServer) -> None:
         ({"logit_bias": {"999999": 1}}, "logit_bias"),
         ({"logit_bias": {"-1": 1}}, "logit_bias"),
         ({"logit_bias": {"five": 1}}, "logit_bias"),
+        ({"logit_bias": {"٣": 1}}, "logit_bias"),
+        ({"logit_bias": {"1_0": 1}}, "logit_bias"),
         ({"logit_bias": {"5": 1000}}, "logit_bias"),
         ({"logit_bias": [1, 2]}, "logit_bias"),
         ({"stream": "yes"}, "stream"),
@@ -173,11 +184,28 @@ def test_too_long_a_prompt_names_both_lengths(server: LiveServer) -> None:
     refused(server.client.post("/v1/chat/completions", json={"messages": messages}))
 
 
-def test_huge_max_tokens_end_at_the_models_length(server: LiveServer) -> None:
-    body = {"prompt": "x" * 1000, "max_tokens": 10**15, "ignore_eos": True}
-    answer = server.client.post("/v1/completions", json=body).json()
-    assert answer["usage"]["completion_tokens"] == 24
-    assert answer["choices"][0]["finish_reason"] == "length"
+def test_more_tokens_than_the_model_has_room_for_name_both_numbers(server: LiveServer) -> None:
+    prompt, messages = "x" * 1000, [{"role": "user", "content": "x" * 983}]  # 1000 tokens with the template
+    for count in (25, 10**15):
+        error = refused(server.client.post("/v1/completions", json={"prompt": prompt, "max_tokens": count}))
+        assert f"the prompt has 1000 and max_tokens is {count}, together {count + 1000}" in error["message"]
+        assert (error["code"], error["param"]) == ("context_length_exceeded", "max_tokens")
+        chat = {"messages": messages, "max_completion_tokens": count}
+        error = refused(server.client.post("/v1/chat/completions", json=chat))
+        assert (error["code"], error["param"]) == ("context_length_exceeded", "max_completion_tokens")
+    for body, expected in (({"max_tokens": 24}, 24), ({}, 16)):
+        body = {"prompt": prompt, "ignore_eos": True} | body
+        answer = server.client.post("/v1/completions", json=body).json()
+        assert answer["usage"]["completion_tokens"] == expected
+        assert answer["choices"][0]["finish_reason"] == "length"
+
+
+def test_without_max_tokens_an_answer_ends_at_the_models_length(server: LiveServer) -> None:
+    body = {"prompt": "x" * 1020, "ignore_eos": True}
+    assert server.client.post("/v1/completions", json=body).json()["usage"]["completion_tokens"] == 4
+    chat = {"messages": [{"role": "user", "content": "x" * 990}], "ignore_eos": True}
+    answer = server.client.post("/v1/chat/completions", json=chat).json()
+    assert answer["usage"]["total_tokens"] == 1024
 
 
 @pytest.mark.parametrize(
@@ -299,6 +327,20 @@ def test_large_bodies(server: LiveServer) -> None:
     refused(server.client.post("/v1/completions", content=ids, headers={"content-type": "application/json"}))
 
 
+@pytest.mark.parametrize("expect", ["", "expect: 100-continue\r\n"])
+def test_a_length_over_the_limit_is_refused_before_the_body_comes(server: LiveServer, expect: str) -> None:
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\n{expect}content-length: {(8 << 20) + 1}\r\n\r\n"
+    with connect(server) as connection:
+        start = time.monotonic()
+        connection.sendall(head.encode())
+        answer = b""
+        while not answer.endswith(b"}}"):
+            answer += connection.recv(4096)
+        assert time.monotonic() - start < 2
+        assert answer.startswith(b"HTTP/1.1 413 ") and b"connection: close" in answer
+        assert b"the body has more than 8388608 bytes" in answer
+
+
 def connect(live: LiveServer) -> socket.socket:
     connection = socket.create_connection((live.host, live.port), timeout=10)
     connection.settimeout(10)
@@ -405,6 +447,20 @@ def test_garbage_instead_of_http(server: LiveServer) -> None:
                     pass
             except OSError:  # reset by the server
                 pass
+
+
+@pytest.mark.parametrize(
+    "header", ["content-length: x", "content-length: -1", "content-length: \u0663", "transfer-encoding: chunked"]
+)
+def test_a_malformed_request_is_told_in_openais_shape(server: LiveServer, header: str) -> None:
+    with connect(server) as connection:
+        connection.sendall(f"POST /v1/completions HTTP/1.1\r\nhost: x\r\n{header}\r\n\r\nZZ\r\n".encode())
+        answer = b""
+        while piece := connection.recv(4096):
+            answer += piece
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 ")
+    assert json.loads(body)["error"]["message"] == "this is no valid HTTP/1.1 request"
 
 
 def test_a_thousand_requests_at_once(start_server: StartServer) -> None:

@@ -282,6 +282,7 @@ def test_drain_finishes_what_is_there_and_takes_nothing_new(start_engine: StartE
         ([], {}, "the prompt is empty"),
         ([1] * 512, {}, "the prompt has 512 tokens, this model takes 512"),
         ([1] * 500, {"min_tokens": 13}, "at least 13 must be left"),
+        ([1] * 500, {"max_tokens": 13}, "has 500 tokens and max_tokens is 13; this model takes 512"),
         ([300], {}, "token id 300 is not in the vocabulary of 300"),
         ([-1], {}, "token id -1 is not"),
         ([1], {"logit_bias": {300: 1.0}}, "logit_bias: token id 300"),
@@ -305,7 +306,7 @@ def test_an_end_of_text_beyond_the_vocabulary_does_no_harm(start_engine: StartEn
 
 def test_the_models_length_bounds_the_answer(start_engine: StartEngine) -> None:
     harness = start_engine()
-    assert len(harness.run([1] * 500, max_tokens=10**9, ignore_eos=True).token_ids) == 12
+    assert len(harness.run([1] * 500, ignore_eos=True).token_ids) == 12
     assert len(harness.run([1] * 511, ignore_eos=True).token_ids) == 1
 
 

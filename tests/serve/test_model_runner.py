@@ -13,7 +13,7 @@ from w4a4.configs.errors import ResourceError
 from w4a4.serve.cuda_graphs import DecodeGraphs, batch_buckets
 from w4a4.serve.engine import Engine, EngineConfig
 from w4a4.serve.model import CausalLM
-from w4a4.serve.model_runner import ModelRunner, choose_act, choose_device
+from w4a4.serve.model_runner import ModelRunner, choose_act
 from w4a4.serve.random_weights import RandomModel
 from w4a4.serve.request import Output, Request, SamplingParams
 
@@ -171,9 +171,8 @@ def test_explain_under_a8_tells_what_really_runs() -> None:
 def test_choices_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     is_available: Callable[[], bool] = lambda: False  # noqa: E731
     monkeypatch.setattr(torch.cuda, "is_available", is_available)
-    assert choose_device("auto") == CPU
-    assert choose_act("auto", CPU) == "map"
-    assert choose_act("auto", torch.device("cuda")) == "a8"
+    assert choose_act(None, CPU) == "map"
+    assert choose_act(None, torch.device("cuda")) == "a8"
     assert choose_act("map", torch.device("cuda")) == "map"
 
 

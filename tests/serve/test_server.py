@@ -2,12 +2,14 @@
 
 import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import httpx
 import openai
 import pytest
 from live_server import EOS, LiveServer
+
+from w4a4.configs.generation_config import PartialSampling
 
 
 @pytest.fixture
@@ -354,3 +356,27 @@ def test_structured_answers_parse(client: openai.OpenAI, response_format: dict[s
             assert set(value) == {"age", "ok"} and isinstance(value["ok"], bool)
         elif chat.choices[0].finish_reason == "stop":
             assert isinstance(json.loads(chat.choices[0].message.content or ""), dict)
+
+
+def test_the_models_sampling_defaults_hold_where_a_request_says_nothing(
+    start_server: Callable[..., LiveServer],
+) -> None:
+    def text(live: LiveServer, path: str = "/v1/completions", **body: object) -> str:
+        body = {"max_tokens": 12, "ignore_eos": True, "seed": 3} | body
+        choice = live.client.post(path, json=body).json()["choices"][0]
+        return choice["text"] if "text" in choice else choice["message"]["content"]
+
+    plain = start_server()
+    greedy = plain.answer("dice", 12)
+    assert text(plain, prompt="dice") != greedy  # OpenAI's default: temperature 1
+    live = start_server(sampling=PartialSampling(temperature=0.0))
+    assert text(live, prompt="dice") == greedy
+    messages = [{"role": "user", "content": "dice"}]
+    assert text(live, "/v1/chat/completions", messages=messages) == live.answer("<user>dice<assistant>", 12)
+    assert text(live, prompt="dice", temperature=1.0) == text(plain, prompt="dice")
+    live = start_server(sampling=PartialSampling(temperature=1.0, top_k=1, top_p=0.9, min_p=0.0))
+    assert text(live, prompt="dice") == greedy
+    assert text(live, prompt="dice", top_k=0, top_p=1.0) == text(plain, prompt="dice")
+    live = start_server(sampling=PartialSampling(repetition_penalty=1.5))
+    assert text(live, prompt="dice", temperature=0) == text(plain, prompt="dice", temperature=0, repetition_penalty=1.5)
+    assert text(live, prompt="dice", temperature=0, repetition_penalty=1.0) == greedy

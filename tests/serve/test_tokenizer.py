@@ -15,7 +15,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_text_goes_to_ids_and_back(folder: Path) -> None:
-    tokenizer = load_tokenizer(folder)
+    tokenizer = load_tokenizer(folder, 300)
     text = "Größe 🙂\x00<eos>"
     ids = tokenizer.encode(text)
     assert ids == [*"Größe 🙂\x00".encode(), EOS]
@@ -26,7 +26,7 @@ def test_text_goes_to_ids_and_back(folder: Path) -> None:
 
 
 def test_tokens_as_bytes_and_text(folder: Path) -> None:
-    tokenizer = load_tokenizer(folder)
+    tokenizer = load_tokenizer(folder, 300)
     assert [tokenizer.token_bytes(i) for i in range(256)] == [bytes([i]) for i in range(256)]
     assert tokenizer.token_bytes(BOS) == b"<bos>"
     assert tokenizer.token_bytes(9999) == b""
@@ -47,28 +47,28 @@ def test_tokens_as_bytes_and_text(folder: Path) -> None:
 def test_all_ends_of_text_are_found(folder: Path, files: dict[str, object], expected: set[int]) -> None:
     for name, content in files.items():
         (folder / name).write_text(json.dumps({"model_type": "llama", **content} if "gen" not in name else content))  # type: ignore[dict-item]
-    assert load_tokenizer(folder).eos_ids == expected
+    assert load_tokenizer(folder, 300).eos_ids == expected
 
 
 @pytest.mark.parametrize("content", ['{"eos_token_id": "two"}', '{"eos_token_id": [-1]}', "[]", "{"])
 def test_ends_of_text_that_are_none_are_refused(folder: Path, content: str) -> None:
     (folder / "generation_config.json").write_text(content)
     with pytest.raises(CheckpointError, match="generation_config.json"):
-        load_tokenizer(folder)
+        load_tokenizer(folder, 300)
 
 
 def test_broken_tokenizer_files_are_the_checkpoints_fault(folder: Path, tmp_path: Path) -> None:
     (folder / "tokenizer.json").write_text("{}")
-    with pytest.raises(CheckpointError, match="the tokenizer cannot be loaded"):
-        load_tokenizer(folder)
+    with pytest.raises(CheckpointError, match="the tokenizer cannot be read"):
+        load_tokenizer(folder, 300)
 
 
 def test_a_template_of_ones_own(folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "mine.jinja"
     file.write_text("{% for m in messages %}[{{ m.content }}]{% endfor %}")
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    assert load_tokenizer(folder, chat_template=file).render_chat(messages, add_generation_prompt=True) == "[a][b]"
+    assert load_tokenizer(folder, 300, chat_template=file).render_chat(messages, add_generation_prompt=True) == "[a][b]"
     with pytest.raises(CheckpointError, match="nowhere.jinja"):
-        load_tokenizer(folder, chat_template=tmp_path / "nowhere.jinja")
+        load_tokenizer(folder, 300, chat_template=tmp_path / "nowhere.jinja")
     with pytest.raises(ChatTemplateError, match="no chat template"):
         Tokenizer(byte_tokenizer(None)).render_chat(messages)

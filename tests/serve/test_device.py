@@ -1,14 +1,10 @@
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
-from w4a4.cli.device import choose_device, why_no_kernels
-from w4a4.cli.scored_model import is_packed
-from w4a4.configs.errors import CheckpointError, UnsupportedError, UsageError
-from w4a4.serve import model_runner
+from w4a4.configs.errors import UnsupportedError, UsageError
+from w4a4.serve.device import choose_device, why_no_kernels
 
 
 @pytest.mark.parametrize("name", ["tpu9", "mps", "cpu:x", ""])
@@ -29,8 +25,6 @@ def test_without_a_gpu_it_is_the_default_and_a_gpu_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="not here") as refused:
         choose_device("cuda:0")
     assert "w4a4 doctor" in refused.value.hint
-    with pytest.raises(UnsupportedError, match="cuda was asked for but is not here"):
-        model_runner.choose_device("cuda")
 
 
 def test_a_gpu_without_kernels_is_passed_over_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,9 +39,3 @@ def test_a_gpu_without_kernels_is_passed_over_or_refused(monkeypatch: pytest.Mon
         choose_device("cuda", for_kernels=True)
     monkeypatch.setattr(ops, "_cuda_properties", lambda index: ("H200", (9, 0)))
     assert choose_device("cuda", for_kernels=True) == torch.device("cuda")
-
-
-def test_a_config_nested_without_end_is_corrupt(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("[" * 200_000)
-    with pytest.raises(CheckpointError, match="not JSON"):
-        is_packed(tmp_path)

@@ -1,4 +1,4 @@
-"""Which device a command runs on when none is named."""
+"""Which device a model runs on: the one that is named, or the best that is here."""
 
 from __future__ import annotations
 
