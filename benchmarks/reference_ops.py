@@ -100,11 +100,6 @@ class _Windows:
     shape: tuple[int, int]
 
 
-@dataclass(frozen=True)
-class _NoPages:
-    pages: tuple[None, ...]
-
-
 class WindowAttention:
     """What `kernels.kv4` defines, for windows that start at position 0: K and V as they come back from pages."""
 
@@ -162,9 +157,19 @@ class WindowModel:
     @torch.inference_mode()
     def __call__(self, tokens: Tensor) -> LazyLogits:
         """Logits [B, T, V] of windows of token ids [B, T]."""
-        ids = tokens.to(self.model.device, torch.int64)
-        pages = _NoPages((None,) * len(self.model.layers))
-        hidden = self.model.forward(ids.flatten(), _Windows(tuple(ids.shape)), pages)
+        model, ops = self.model, self.model.ops
+        ids = tokens.to(model.device, torch.int64)
+        step = model.attention.begin(_Windows(tuple(ids.shape)))
+        eps = model.config.rms_norm_eps
+        residual, update = model.embedding[ids.flatten()].float(), None
+        for layer in model.layers:
+            residual, activation = ops.rmsnorm_quantize(residual, update, layer.input_norm, eps, layer.qkv)
+            attended = model.attention.attend(ops.linear_forward(activation, layer.qkv), layer.heads, None, step)
+            update = ops.linear_forward(ops.quantize_activation(attended, layer.o), layer.o)
+            residual, activation = ops.rmsnorm_quantize(residual, update, layer.post_attention_norm, eps, layer.gate_up)
+            activation = ops.silu_mul_quantize(ops.linear_forward(activation, layer.gate_up), layer.down)
+            update = ops.linear_forward(activation, layer.down)
+        hidden = rms_norm(residual + update, model.final_norm, eps)
         return LazyLogits(hidden.view(*ids.shape, -1), self._head)
 
     def _head(self, hidden: Tensor) -> Tensor:
