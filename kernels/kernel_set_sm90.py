@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from w4a4.kernels import gemm_sm90, prepack_sm90, quantize_sm90, tuning_sm90
 from w4a4.kernels.compile_cache import Kernel
 from w4a4.kernels.layout import LinearLayout
-from w4a4.kernels.quantize_sm90_variant import Source, variant_of
+from w4a4.kernels.quantize_sm90_variant import Source, for_few_rows, variant_of
 from w4a4.kernels.quantize_sm90_variant import unsupported as unquantizable
 
 TOKENS = (1, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 192, 256, 512, 1024, 2048, 4096)
@@ -43,5 +43,6 @@ def kernels_of(uses: Iterable[LinearUse], tokens: Iterable[int] = TOKENS) -> dic
             for source in use.sources:
                 weighted = use.weighted and source in ("rmsnorm", "rmsnorm_residual")
                 chosen = variant_of(source, layout, use.permuted, weighted)
-                kernels.setdefault(chosen.name, quantize_sm90.kernel_of(chosen))
+                for one in (chosen, for_few_rows(chosen)):
+                    kernels.setdefault(one.name, quantize_sm90.kernel_of(one))
     return kernels

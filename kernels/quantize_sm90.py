@@ -21,7 +21,14 @@ from torch import Tensor
 
 from w4a4.kernels.compile_cache import Kernel, load
 from w4a4.kernels.layout import LinearLayout
-from w4a4.kernels.quantize_sm90_variant import QuantizeVariant, Source, unsupported, variant_of
+from w4a4.kernels.quantize_sm90_variant import (
+    FEW_ROWS,
+    QuantizeVariant,
+    Source,
+    for_few_rows,
+    unsupported,
+    variant_of,
+)
 
 ARCH = "sm_90a"
 _MAX_ELEMENTS = 2**31 - 1  # of one tensor: the kernel's addresses are 32-bit
@@ -69,6 +76,8 @@ def _run(
     hidden = x if residual is None else torch.empty_like(x)
     if tokens:
         variant = variant_of(source, layout, perm is not None, weight is not None)
+        if tokens <= FEW_ROWS:
+            variant = for_few_rows(variant)
         rows = _MAX_ELEMENTS // width
         for start in range(0, tokens, rows):
             part = slice(start, start + rows) if tokens > rows else slice(None)
@@ -100,7 +109,8 @@ def launch(
     layout: LinearLayout,
 ) -> None:
     """One launch on the current stream with operands that were checked; may be captured in a CUDA graph."""
-    blocks = min(x.shape[0], variant.blocks_per_multiprocessor * _multiprocessors(x.device.index))
+    most = variant.blocks_per_multiprocessor * _multiprocessors(x.device.index) // variant.cluster
+    blocks = variant.cluster * min(x.shape[0], most)
     _kernel(variant)(
         x,
         residual,

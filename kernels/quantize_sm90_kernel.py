@@ -3,7 +3,9 @@
 One class does RMSNorm (+ residual add), SwiGLU or nothing, then permutes, runs the block Hadamard and quantises. A
 block of K / 32 threads owns a row; the grid is persistent. A bulk copy brings the next rows to shared memory while the
 current one stands in registers as float32: between reading bf16 and writing codes nothing is rounded. All of a row is
-one block's, so a token's codes do not depend on its batch.
+one block's, so a token's codes do not depend on its batch. Where rows are few and wide (`cluster`) several blocks share
+one: each has the channels of some of its warps and tells the others their maxima and sums, which every block then takes
+in the same order as one block would.
 
 Thread t holds 32 channels, as four vectors of eight: its vector j starts at channel 128 (t / 4) + 32 j + 8 (t % 4). So
 of the seven Hadamard stages of a block of 128, distances 1, 2, 4, 32 and 64 stay in the thread and only 8 and 16 are
@@ -60,7 +62,7 @@ class QuantizeKernel:
         class Storage:
             full: cute.struct.MemRange[Int64, v.stages]
             partials: cute.struct.MemRange[Float32, 2 * 4 * 32]
-            rows: cute.struct.Align[cute.struct.MemRange[BFloat16, v.stages * v.inputs * v.channels], 128]
+            rows: cute.struct.Align[cute.struct.MemRange[BFloat16, v.stages * v.inputs * v.block_channels], 128]
             sources: cute.struct.Align[cute.struct.MemRange[Uint16, max(VECTOR, v.sources)], 16]
             gains: cute.struct.Align[cute.struct.MemRange[BFloat16, max(VECTOR, v.gains)], 16]
 
@@ -70,6 +72,7 @@ class QuantizeKernel:
         ).launch(
             grid=[num_blocks, 1, 1],
             block=[v.threads, 1, 1],
+            cluster=[v.cluster, 1, 1] if v.cluster > 1 else None,
             stream=stream,
             use_pdl=True,
             min_blocks_per_mp=v.blocks_per_multiprocessor,  # bounds the registers
@@ -96,26 +99,32 @@ class QuantizeKernel:
         block, _, _ = cute.arch.block_idx()
         grid, _, _ = cute.arch.grid_dim()
         tokens = cute.size(codes, mode=[0])
+        # From here on a block is what owns rows, and a thread one of all that share a row.
+        rank = block % v.cluster
+        block = block // v.cluster
+        grid = grid // v.cluster
+        local_thread = thread
+        thread = thread + rank * v.threads
 
         smem = SmemAllocator()
         storage = smem.allocate(self.storage)
         full = storage.full.data_ptr()
-        rows = storage.rows.get_tensor(cute.make_layout((v.channels, v.inputs, v.stages)))
+        rows = storage.rows.get_tensor(cute.make_layout((v.block_channels, v.inputs, v.stages)))
         # The same rows as vectors of four words, two bf16 each.
         vectors = cute.make_tensor(
             cute.recast_ptr(storage.rows.data_ptr(), dtype=Int32),
             cute.make_layout(
-                (WORDS, v.channels // VECTOR, v.inputs, v.stages),
-                stride=(1, WORDS, v.channels // 2, v.channels // 2 * v.inputs),
+                (WORDS, v.block_channels // VECTOR, v.inputs, v.stages),
+                stride=(1, WORDS, v.block_channels // 2, v.block_channels // 2 * v.inputs),
             ),
         )
         partials = storage.partials.get_tensor(cute.make_layout((32, 4, 2)))
 
-        if thread == 0:
+        if local_thread == 0:
             for stage in cutlass.range_constexpr(v.stages):
                 cute.arch.mbarrier_init(full + stage, 1)
         cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
+        self.sync()
         # Programmatic dependent launch: the next kernel may set itself up now, and inputs are complete after the wait.
         cute.arch.griddepcontrol_launch_dependents()
         # What is the model's and no kernel's output: each thread keeps the sources and gains of its own channels in
@@ -127,10 +136,10 @@ class QuantizeKernel:
         if cutlass.const_expr(v.weighted):
             self.prepare_gains(gains, sources, norm_weight, thread)
         cute.arch.griddepcontrol_wait()
-        if thread == 0:
+        if local_thread == 0:
             for stage in cutlass.range_constexpr(v.stages):
                 if block + stage * grid < tokens:
-                    self.fetch(x, residual, storage, full, Int32(stage), block + stage * grid)
+                    self.fetch(x, residual, storage, full, Int32(stage), block + stage * grid, rank)
 
         values = cute.make_rmem_tensor((VECTOR, VECTORS), Float32)
         num_rows = (tokens - block + grid - 1) // grid
@@ -144,7 +153,7 @@ class QuantizeKernel:
                 squares = self.read_hidden(values, vectors, hidden, row, stage, thread)
                 sums = self.reduce(squares, Float32(0), Float32(0), partials, Int32(0), thread, False)
                 if cutlass.const_expr(not v.permuted):
-                    self.refill(x, residual, storage, full, stage, row, grid, tokens, thread)
+                    self.refill(x, residual, storage, full, stage, row, grid, tokens, rank, local_thread)
                 inverse_rms = Float32(1.0) / cute.math.sqrt(sums[0] / Float32(v.channels) + eps)
                 if cutlass.const_expr(v.permuted):
                     self.gather(values, rows, sources, stage, thread)
@@ -152,13 +161,13 @@ class QuantizeKernel:
             elif cutlass.const_expr(v.permuted):
                 self.gather(values, rows, sources, stage, thread)
             else:
-                self.read(values, vectors, stage, thread)
+                self.read(values, vectors, stage, local_thread)
             if cutlass.const_expr(v.hadamard > 1):
                 self.transform(values, thread)
             first_max, second_max, squares = self.extremes(values, first_width, thread)
             bounds = self.reduce(squares, first_max, second_max, partials, slot, thread, True)
             if cutlass.const_expr(not v.is_normed or v.permuted):
-                self.refill(x, residual, storage, full, stage, row, grid, tokens, thread)
+                self.refill(x, residual, storage, full, stage, row, grid, tokens, rank, local_thread)
             # 1 / sqrt(block) is left out of the values and put into the scales: codes are values / (scale without it).
             factor = Float32(v.hadamard**-0.5)
             first_scale = self.scale(v.bits[0], bounds[1], bounds[0], first_width, clip_absmax, clip_rms)
@@ -195,18 +204,27 @@ class QuantizeKernel:
         full: cute.Pointer,
         stage: Int32,
         row: Int32,
+        rank: Int32,
     ) -> None:
-        """Start copying a row to shared memory; called by one thread."""
+        """Start copying a row, or this block's part of it, to shared memory; called by one thread."""
         v = self.variant
         cute.arch.mbarrier_arrive_and_expect_tx(full + stage, v.stage_bytes)
-        copies = 2 if v.source == "rmsnorm_residual" else 1
-        size = v.inputs * v.channels // copies
+        copies = 2 if v.source == "rmsnorm_residual" or v.cluster > 1 else 1
+        size = v.inputs * v.block_channels // copies
         atom = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), BFloat16, num_bits_per_copy=size * 16)
         target = storage.rows.get_tensor(cute.make_layout((size, copies * v.stages)))
+        tokens = cute.size(x, mode=[0])
         for c in cutlass.range_constexpr(copies):
-            source = x if c == 0 else residual
-            grid = cute.make_tensor(source.iterator, cute.make_layout((size, cute.size(x, mode=[0])), stride=(1, size)))
-            cute.copy(atom, grid[None, row], target[None, stage * copies + c], mbar_ptr=full + stage)
+            if cutlass.const_expr(v.cluster > 1):
+                halves = cute.make_tensor(
+                    x.iterator,
+                    cute.make_layout((size, v.cluster, 2, tokens), stride=(1, size, v.channels, 2 * v.channels)),
+                )
+                source = halves[None, rank, c, row]
+            else:
+                whole = x if c == 0 else residual
+                source = cute.make_tensor(whole.iterator, cute.make_layout((size, tokens), stride=(1, size)))[None, row]
+            cute.copy(atom, source, target[None, stage * copies + c], mbar_ptr=full + stage)
 
     @cute.jit
     def refill(
@@ -219,12 +237,22 @@ class QuantizeKernel:
         row: Int32,
         grid: Int32,
         tokens: Int32,
-        thread: Int32,
+        rank: Int32,
+        local_thread: Int32,
     ) -> None:
         """Reuse a stage that every thread has read (the reduction before this call was a barrier)."""
         upcoming = row + self.variant.stages * grid
-        if thread == 0 and upcoming < tokens:
-            self.fetch(x, residual, storage, full, stage, upcoming)
+        if local_thread == 0 and upcoming < tokens:
+            self.fetch(x, residual, storage, full, stage, upcoming, rank)
+
+    @cute.jit
+    def sync(self) -> None:
+        """A barrier for all threads that share a row."""
+        if cutlass.const_expr(self.variant.cluster > 1):
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+        else:
+            cute.arch.sync_threads()
 
     # From shared memory to 32 float32 values a thread
 
@@ -448,12 +476,12 @@ class QuantizeKernel:
         thread: Int32,
         with_max: cutlass.Constexpr,
     ):  # type: ignore[no-untyped-def]
-        """Over the block: the sum alone, or the maxima of values >= 0 and, if they clip, the sum. One barrier.
+        """Over the row: the sum alone, or the maxima of values >= 0 and, if they clip, the sum. One barrier.
 
         Nobody overwrites what another still reads: rows alternate between two slots, and an RMSNorm's sum has its own.
         """
         v = self.variant
-        num_warps = v.threads // 32
+        num_warps = v.cluster * v.threads // 32
         has_second = len(v.bits) == 2
         if cutlass.const_expr(v.rms_clip or not with_max):
             total = cute.arch.warp_reduction(total, operator.add)
@@ -466,13 +494,13 @@ class QuantizeKernel:
         else:
             warp, lane = thread // 32, thread % 32
             if cutlass.const_expr(with_max):
-                if lane == 0:
+                if lane < v.cluster:  # lane i tells block i
                     if cutlass.const_expr(v.rms_clip):
-                        partials[warp, 1, slot] = total
-                    partials[warp, 2, slot] = first_max
+                        self.tell(total, partials, warp, 1, slot, lane)
+                    self.tell(first_max, partials, warp, 2, slot, lane)
                     if cutlass.const_expr(has_second):
-                        partials[warp, 3, slot] = second_max
-                cute.arch.sync_threads()
+                        self.tell(second_max, partials, warp, 3, slot, lane)
+                self.sync()
                 total = Float32(0)
                 first_max = Float32(0)
                 second_max = Float32(0)
@@ -496,6 +524,20 @@ class QuantizeKernel:
                     total = partials[lane, 0, 0]
                 total = cute.arch.warp_reduction(total, operator.add)
         return total, first_max, second_max
+
+    @cute.jit
+    def tell(
+        self, value: Float32, partials: cute.Tensor, warp: Int32, kind: cutlass.Constexpr, slot: Int32, rank: Int32
+    ) -> None:
+        """partials[warp, kind, slot] = value in the block `rank` of the cluster."""
+        if cutlass.const_expr(self.variant.cluster == 1):
+            partials[warp, kind, slot] = value
+        else:
+            own = (partials.iterator + partials.layout((warp, kind, slot))).toint().to(Int32)
+            cute.arch.inline_ptx(
+                "{ .reg .b32 a; mapa.shared::cluster.u32 a, {$r0}, {$r1}; st.shared::cluster.f32 [a], {$r2}; }",
+                read_only_args=[own, rank, value],
+            )
 
     @cute.jit
     def scale(

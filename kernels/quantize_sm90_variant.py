@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from w4a4.kernels.layout import LinearLayout
@@ -10,6 +10,8 @@ from w4a4.kernels.layout import LinearLayout
 VECTOR = 8  # channels of one 16-byte access
 VECTORS = 4  # of one thread
 MAX_CHANNELS = 32 * 1024  # of one row: 1,024 threads of 32
+FEW_ROWS = 64  # up to which a SwiGLU row is shared by several blocks: one alone computes for microseconds
+MAX_CLUSTER = 8
 _SHARED_BYTES = 227 * 1024  # of one multiprocessor, for all its blocks
 Source = Literal["plain", "rmsnorm", "rmsnorm_residual", "silu"]
 
@@ -26,6 +28,7 @@ class QuantizeVariant:
     weighted:  RMSNorm has a gain
     rms_clip:  4-bit scales are also bounded by beta * rms
     stages:    rows on their way to shared memory, per block
+    cluster:   blocks that share a row, each with as many whole warps' channels; SwiGLU without a permutation only
     """
 
     source: Source
@@ -36,6 +39,11 @@ class QuantizeVariant:
     weighted: bool = False
     rms_clip: bool = False
     stages: int = 1
+    cluster: int = 1
+
+    def __post_init__(self) -> None:
+        if self.cluster > 1 and (self.source != "silu" or self.permuted or self.channels % (1024 * self.cluster)):
+            raise ValueError(f"{self.name} cannot share a row")
 
     @property
     def name(self) -> str:
@@ -45,7 +53,8 @@ class QuantizeVariant:
             if is_set
         )
         bits = "a".join(map(str, self.bits))
-        return f"quantize-{self.source}-{self.channels}-a{bits}-h{self.hadamard}{flags}-s{self.stages}"
+        flags += f"-s{self.stages}" + (f"-c{self.cluster}" if self.cluster > 1 else "")
+        return f"quantize-{self.source}-{self.channels}-a{bits}-h{self.hadamard}{flags}"
 
     @property
     def is_normed(self) -> bool:
@@ -57,17 +66,22 @@ class QuantizeVariant:
         return 2 if self.source in ("silu", "rmsnorm_residual") else 1
 
     @property
+    def block_channels(self) -> int:
+        """Of a row, one block's."""
+        return self.channels // self.cluster
+
+    @property
     def threads(self) -> int:
-        return -(-self.channels // (32 * VECTOR * VECTORS)) * 32
+        return -(-self.block_channels // (32 * VECTOR * VECTORS)) * 32
 
     @property
     def is_full(self) -> bool:
         """Every thread has channels."""
-        return self.threads * VECTOR * VECTORS == self.channels
+        return self.threads * VECTOR * VECTORS == self.block_channels
 
     @property
     def stage_bytes(self) -> int:
-        return self.inputs * self.channels * 2
+        return self.inputs * self.block_channels * 2
 
     @property
     def sources(self) -> int:
@@ -128,6 +142,14 @@ def variant_of(source: Source, layout: LinearLayout, permuted: bool, weighted: b
     one, two = staged(1), staged(2)
     # A second row in flight per block, where it does not cost a resident block.
     return two if two.blocks_per_multiprocessor == one.blocks_per_multiprocessor and _fits(two) else one
+
+
+def for_few_rows(variant: QuantizeVariant) -> QuantizeVariant:
+    """The kernel for up to `FEW_ROWS` rows, which gives the bits of `variant`: a row is a cluster's where it can be."""
+    if variant.source != "silu" or variant.permuted or variant.channels % 1024:
+        return variant
+    cluster = max(size for size in range(1, MAX_CLUSTER + 1) if variant.channels // 1024 % size == 0)
+    return replace(variant, stages=1, cluster=cluster) if cluster > 1 else variant
 
 
 def _fits(variant: QuantizeVariant) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor
 from w4a4.kernels import quantize_sm90
 from w4a4.kernels.compile_cache import compile_to
 from w4a4.kernels.layout import LinearLayout, Segment
-from w4a4.kernels.quantize_sm90_variant import QuantizeVariant, Source, unsupported, variant_of
+from w4a4.kernels.quantize_sm90_variant import QuantizeVariant, Source, for_few_rows, unsupported, variant_of
 from w4a4.kernels.reference import block_hadamard, quantize_activation, rms_norm
 
 EPS = 1e-5
@@ -73,6 +73,21 @@ def test_threads_cover_the_channels() -> None:
         assert QuantizeVariant("plain", channels, (8,)).threads == threads
 
 
+def test_few_wide_swiglu_rows_are_shared_by_blocks() -> None:
+    for channels, cluster, threads in ((14336, 7, 64), (28672, 7, 128), (8192, 8, 32), (11264, 1, 352), (1536, 1, 64)):
+        variant = for_few_rows(QuantizeVariant("silu", channels, (8, 8), 128))
+        assert (variant.cluster, variant.threads, variant.cluster * variant.block_channels) == (
+            cluster,
+            threads,
+            channels,
+        )
+        assert variant.is_full == (channels % 1024 == 0)
+    for variant in (CASES["plain wide"].variant, CASES["residual"].variant, CASES["swiglu permuted"].variant):
+        assert for_few_rows(variant) is variant
+    with pytest.raises(ValueError, match="cannot share a row"):
+        QuantizeVariant("silu", 14336, (8,), cluster=3)
+
+
 def test_rms_is_summed_only_where_it_bounds_a_scale() -> None:
     assert variant_of("plain", DUAL_576, False, False).rms_clip
     assert not variant_of("plain", layout_of((576, 4, 4)), False, False).rms_clip
@@ -114,11 +129,11 @@ def test_names_are_unique() -> None:
     assert all(set(name) <= set("abcdefghijklmnopqrstuvwxyz0123456789-_") for name in names)
 
 
-@pytest.mark.parametrize("name", ["residual permuted", "swiglu wide"])
+@pytest.mark.parametrize("name", ["residual permuted", "swiglu permuted", "swiglu wide"])
 def test_compiles_without_a_gpu(name: str, tmp_path: Path) -> None:
-    """The register-hungriest and the widest: no spills, and no more registers than the launch counts on."""
+    """The register-hungriest, and one of a cluster: no spills, and no more registers than the launch counts on."""
     pytest.importorskip("cutlass")
-    variant = CASES[name].variant
+    variant = for_few_rows(CASES[name].variant)
     registers, stack = resources(compile_to(quantize_sm90.kernel_of(variant), quantize_sm90.ARCH, tmp_path))
     assert 32 <= registers <= variant.registers
     assert stack == 0
@@ -196,7 +211,7 @@ def test_equals_the_reference(name: str, tokens: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["residual permuted", "swiglu hadamard", "plain dual"])
+@pytest.mark.parametrize("name", ["residual permuted", "swiglu hadamard", "swiglu wide", "plain dual"])
 def test_a_row_does_not_depend_on_its_batch_or_the_run(name: str) -> None:
     case = CASES[name]
     x, residual, weight, perm = inputs_of(case, 600)
