@@ -240,8 +240,9 @@ def shard_path(folder: Path, file: str) -> Path:
     if folder.resolve().parent.name == "snapshots":
         allowed.append(folder.resolve().parent.parent / "blobs")
     if path.resolve().parent not in allowed or not path.is_file():
+        got = f"a link to {path.resolve()}" if path.is_symlink() else "no regular file"
         raise CheckpointError(
-            f"{file}: got a link to {path.resolve()}, expected a regular file inside {folder}",
+            f"{file}: got {got}, expected a regular file inside {folder}",
             "the checkpoint is not to be trusted: fetch it again from its source",
         )
     return path

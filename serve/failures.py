@@ -42,14 +42,26 @@ class ApiError(HTTPException):
 
 
 def validation_error(errors: Sequence[Any]) -> ApiError:
-    """The first of pydantic's complaints as one line. What was sent is not repeated: it may be large, or no JSON."""
+    """Pydantic's complaints about the first wrong field as one line, without what was sent: it may be large."""
     first = errors[0]
-    location = [str(part) for part in first["loc"] if part != "body"]
-    # Members of a union appear in the location under names such as `list[constrained-str]`.
-    path = ".".join(part for part in location if part.replace("_", "").isalnum()) or None
+    path = _path(first)
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":
         message = "unknown parameter"
-    if path is None and first["type"] in ("missing", "model_attributes_type"):
+    elif not path and first["type"] in ("missing", "model_attributes_type"):
         message = "the body must be a JSON object, with content-type: application/json"
-    return ApiError(400, f"{path}: {message}" if path else message, param=path)
+    elif len(path) < len(_location(first)):  # a union: each of its types complains, those that came furthest count
+        others = [error for error in errors if _path(error)[: len(path)] == path]
+        path = max(map(_path, others), key=len)
+        message = " or ".join(dict.fromkeys(error["msg"] for error in others if _path(error) == path))
+    name = ".".join(path)
+    return ApiError(400, f"{name}: {message}" if name else message, param=name or None)
+
+
+def _location(error: Any) -> list[str]:
+    return [str(part) for part in error["loc"] if part != "body"]
+
+
+def _path(error: Any) -> list[str]:
+    """Fields and indices on the way to what is wrong. Types of a union are named there too: `list[constrained-str]`."""
+    return [part for part in _location(error) if part.replace("_", "").isalnum() and part not in ("str", "int")]

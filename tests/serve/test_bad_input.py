@@ -167,6 +167,23 @@ def test_prompts_that_are_none(server: LiveServer, prompt: Any) -> None:
     refused(server.client.post("/v1/completions", json={"prompt": prompt, "max_tokens": 2}))
 
 
+@pytest.mark.parametrize(
+    ("fields", "param", "said"),
+    [
+        ({"prompt": None}, "prompt", "Input should be a valid string or Input should be a valid list"),
+        ({"prompt": {"a": 1}}, "prompt", "Input should be a valid string or Input should be a valid list"),
+        ({"prompt": [1.5]}, "prompt.0", "Input should be a valid integer or Input should be a valid string or Input"),
+        ({"stop": ["a", 5]}, "stop.1", "Input should be a valid string"),
+    ],
+)
+def test_fields_of_several_types_are_named_without_them(
+    server: LiveServer, fields: dict[str, Any], param: str, said: str
+) -> None:
+    error = refused(server.client.post("/v1/completions", json=COMPLETION | fields))
+    assert error["param"] == param
+    assert error["message"].startswith(f"{param}: {said}")
+
+
 def test_a_prompt_of_only_special_tokens_is_answered(server: LiveServer) -> None:
     for prompt in ("<eos>", "<bos><eos><bos>", [257, 257, 256]):
         response = server.client.post("/v1/completions", json={"prompt": prompt, "max_tokens": 3, "ignore_eos": True})

@@ -128,7 +128,7 @@ def test_guidellm_finds_no_fault(live: LiveServer, packed: Path, tmp_path: Path)
     command += ["--tokenizer", f"kind=huggingface_auto,model={packed}"]
     command += ["--data", "kind=synthetic_text,prompt_tokens=40,output_tokens=16"]
     command += ["--output", f"kind=json,path={report}", "--disable-console-interactive"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
     (benchmark,) = json.loads(report.read_text())["benchmarks"]
     totals = benchmark["metrics"]["request_totals"]
