@@ -7,7 +7,7 @@ Pure rules on calibrated magnitudes. FMPQ (COMET, section 3): blocks that hold o
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -124,3 +124,29 @@ def promote(gains: Mapping[str, float], macs: Mapping[str, int], budget: int) ->
             chosen.append(name)
             spent += macs[name]
     return chosen
+
+
+def spend(errors: Sequence[Sequence[float]], costs: Sequence[int], budget: int) -> list[int]:
+    """How many 8-bit blocks each stage gets: one at a time, to the stage whose error falls most per MAC.
+
+    Args:
+        errors: per stage, its error with 0, 1, 2, ... blocks at 8 bits.
+        costs: per stage, the MACs of one block.
+        budget: greatest sum of costs.
+
+    Greedy; a step is as many blocks as lower the error most per MAC (more than one where the first alone gains
+    little); a stage whose next step no longer fits or gains nothing is left. Ties go to the first.
+    """
+    blocks, left = [0] * len(errors), budget
+    while True:
+        steps = [
+            ((known[now] - known[then]) / ((then - now) * cost), -stage, then)
+            for stage, (known, now, cost) in enumerate(zip(errors, blocks, costs, strict=True))
+            for then in range(now + 1, len(known))
+            if (then - now) * cost <= left and known[then] < known[now]
+        ]
+        if not steps:
+            return blocks
+        _, stage, then = max(steps)
+        left -= (then - blocks[-stage]) * costs[-stage]
+        blocks[-stage] = then

@@ -283,10 +283,12 @@ def _show_plan(
     console.table(
         (f"linear, each of {config.num_layers} layers", "N", "K", "channels at activation x weight bits"), rows
     )
-    if recipe.method == "dual":
-        console.data(
-            f"besides, linears with the largest errors run wholly at 8 x 8 bits, up to {recipe.budget:.0%} of the MACs"
-        )
+    promoted = {
+        "dual": "linears with the largest errors run wholly",
+        "balanced_blocks": "blocks with the largest errors run",
+    }
+    if recipe.method in promoted:
+        console.data(f"besides, {promoted[recipe.method]} at 8 x 8 bits, up to {recipe.budget:.0%} of the MACs")
     console.data(f"\ntokens       {needs['tokens']:,}")
     console.data(f"checkpoint   about {format_bytes(needs['checkpoint_bytes'])}")
     console.data(f"disk         about {format_bytes(needs['disk'])} while it runs")

@@ -19,19 +19,20 @@ import yaml
 
 from w4a4.configs.errors import UsageError
 
-METHODS = ("uniform", "outlier_columns", "magnitude_blocks", "dual")
+METHODS = ("uniform", "outlier_columns", "magnitude_blocks", "balanced_blocks", "dual")
 ROUNDINGS = ("rtn", "gptq")
 _READ_BY = {
     "outlier_share": ("outlier_columns",),
     "down_bits": ("uniform", "outlier_columns", "magnitude_blocks"),
-    "budget": ("magnitude_blocks", "dual"),
-    "high_weight_bits": ("magnitude_blocks", "dual"),
+    "budget": ("magnitude_blocks", "balanced_blocks", "dual"),
+    "high_weight_bits": ("magnitude_blocks", "balanced_blocks", "dual"),
     "high_share": ("dual",),
     "residual_basis": ("dual",),
-    "value_hadamard": ("dual",),
-    "down_hadamard": ("dual",),
-    "key_scaling": ("dual",),
-    "kv_mean": ("dual",),
+    "channel_balance": ("balanced_blocks", "dual"),
+    "value_hadamard": ("balanced_blocks", "dual"),
+    "down_hadamard": ("balanced_blocks", "dual"),
+    "key_scaling": ("balanced_blocks", "dual"),
+    "kv_mean": ("balanced_blocks", "dual"),
 }
 """The methods that read a key; the keys that are not here are read by all."""
 
@@ -48,7 +49,7 @@ class Recipe:
     act_symmetric: bool = True  # False: QUIK's asymmetric 4-bit activations
     high_weight_bits: int = 8  # of channels whose activations run at 8 bits: 4 as in COMET, or 8
     high_share: float = 0.0  # share of input channels at 8 bits before any promotion
-    budget: float = 0.0  # share of the MACs that may run at 8 bits: of every linear (FMPQ), of the model (dual)
+    budget: float = 0.0  # share of the MACs that may run at 8 bits: of every linear (FMPQ), else of the model
     outlier_share: float = 0.0  # outlier columns kept in 16 bits (QUIK: 256 of 4,096)
     down_bits: int = 0  # weight and activation bits of down_proj where it is treated apart (QUIK: 8); 0: as the rest
     rounding: str = "gptq"
@@ -57,6 +58,7 @@ class Recipe:
     group_size: int = 0  # columns per weight scale; 0: the whole row of a segment
     clip_search: bool = False  # 4-bit activation clip (c, beta) from calibration instead of absmax
     residual_basis: bool = False  # rotate the residual stream into its principal axes (ResQ)
+    channel_balance: bool = False  # scale channels so that activations and weights share the error
     value_hadamard: bool = False  # Hadamard per kv-head between v_proj and o_proj (QuaRot)
     down_hadamard: int = 1  # block of the online Hadamard in front of down_proj, or less where its width asks for it
     key_scaling: bool = False  # balance q and k per RoPE pair

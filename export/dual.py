@@ -1,6 +1,6 @@
 """`dual`: the recipe's exact transforms of a whole model, and the segments they make room for.
 
-Order of the folds in a layer: norm gains, residual basis, key scaling, Hadamard and mean of the values, order of the
+Order of the folds in a layer: norm gains, residual basis, heads (`heads.py`), balance and order of the
 feed-forward. Everything but the Hadamard before down_proj and the one on q and k is folded into weights.
 """
 
@@ -12,15 +12,13 @@ from torch import Tensor
 from w4a4.calibrate.statistics import CalibrationStats
 from w4a4.configs.architecture import ModelConfig
 from w4a4.configs.recipe import Recipe
+from w4a4.export.heads import prepare_heads
 from w4a4.export.plan import LayerPlan, LinearPlan, make_layout
+from w4a4.export.transforms.channel_balance import balance_scales, fold_inner_balance
 from w4a4.export.transforms.ffn_order import channel_order, fold_channel_order
-from w4a4.export.transforms.key_scaling import fold_key_scaling, key_scales
 from w4a4.export.transforms.norm_gain import fold_final_norm, fold_norm_gains
 from w4a4.export.transforms.residual_basis import residual_basis, rotate_layer, rotate_rows
-from w4a4.export.transforms.value_hadamard import fold_value_hadamard, head_energy
-from w4a4.export.transforms.value_mean import fold_value_mean
 from w4a4.kernels.layout import LinearLayout
-from w4a4.kernels.reference import block_hadamard
 
 BLOCK = 128
 
@@ -78,35 +76,18 @@ class DualTransform:
         weights = fold_norm_gains(weights)
         if self.basis is not None:
             weights = rotate_layer(weights, self.basis.to(device))
-        extra: dict[str, Tensor] = {}
-
-        def head_statistic(name: str) -> Tensor:
-            return stats.head(index, name).to(device)
-
-        key_mean = head_statistic("key_mean")
-        if recipe.key_scaling:
-            scales = key_scales(head_statistic("key_variance"), head_statistic("query_mean_square"), config.qk_norm)
-            weights = fold_key_scaling(weights, scales)
-            key_mean = key_mean / torch.cat([scales, scales], 1)
-        value_mean = head_statistic("value_mean")
-        head_weight = head_energy(
-            stats.channel(index, "attn_out", "capped_energy").to(device),
-            weights["self_attn.o_proj.weight"],
-            config.head_dim,
-        )
-        if recipe.value_hadamard:
-            weights = fold_value_hadamard(weights, config.head_dim)
-            value_mean = block_hadamard(value_mean, config.head_dim & -config.head_dim)
-        if recipe.kv_mean:
-            extra["self_attn.k_mean"] = key_mean
-            weights = fold_value_mean(weights, value_mean, config.num_heads)
+        prepared = prepare_heads(config, recipe, stats, index, weights)
+        weights = prepared.weights
         energy = stats.channel(index, "mlp_hidden", "capped_energy").to(device)
+        if recipe.channel_balance:
+            scales = balance_scales(energy, weights["mlp.down_proj.weight"])
+            weights, energy = fold_inner_balance(weights, scales), energy / scales.square()
         order = channel_order(energy, weights["mlp.down_proj.weight"])
         weights = fold_channel_order(weights, order)
-        return weights, extra, self._plan(head_weight)
+        return weights, prepared.extra, self._plan(prepared.head_energy)
 
-    def _plan(self, head_weight: Tensor) -> LayerPlan:
-        ranking = torch.argsort(head_weight, stable=True)
+    def _plan(self, head_energy: Tensor) -> LayerPlan:
+        ranking = torch.argsort(head_energy, stable=True)
         lanes = torch.arange(self.config.head_dim, device=ranking.device)
         by_head = (ranking[:, None] * self.config.head_dim + lanes).flatten()
         return {

@@ -23,12 +23,13 @@ from w4a4.calibrate.source import Source
 from w4a4.calibrate.statistics import CalibrationStats
 from w4a4.configs.errors import StoppedError, UsageError
 from w4a4.configs.recipe import Recipe
+from w4a4.export.balanced_blocks import BalancedBlocks
 from w4a4.export.checkpoint import FORMAT_VERSION, open_checkpoint
 from w4a4.export.dual import DualTransform
 from w4a4.export.layer_quantizer import STAGES, quantize_layer
 from w4a4.export.model_card import model_card
 from w4a4.export.plan import LayerPlan, fit_recipe
-from w4a4.export.promotion import promotions
+from w4a4.export.promotion import block_widths, promotions
 from w4a4.export.published import IdentityTransform
 from w4a4.export.summary import summarize_checkpoint
 from w4a4.export.writer import CheckpointWriter
@@ -139,8 +140,10 @@ class _Run:
         self.errors = torch.zeros(self.config.num_layers, len(self.linear_names))
 
     @cached_property
-    def transform(self) -> DualTransform | IdentityTransform:
-        kind = DualTransform if self.recipe.method == "dual" else IdentityTransform
+    def transform(self) -> DualTransform | BalancedBlocks | IdentityTransform:
+        if self.recipe.method == "dual":
+            return DualTransform(self.config, self.recipe, self.stats)
+        kind = BalancedBlocks if self.recipe.method == "balanced_blocks" else IdentityTransform
         return kind(self.config, self.recipe, self.stats)
 
     @torch.inference_mode()
@@ -158,9 +161,13 @@ class _Run:
 
     def _layer(self, writer: CheckpointWriter, layer: int, hidden: Tensor, promoted: Tensor) -> None:
         """Quantise and commit one layer; `hidden` goes through it in place."""
-        names = tuple(n for stage, on in zip(STAGES, promoted[layer].tolist(), strict=True) if on for n in stage)
         weights, extra, plan = self.transform.layer(layer, layer_weights(self.source, layer, self.device))
-        plan = {name: part.promoted() if name in names else part for name, part in plan.items()}
+        widths = {name: width for stage, width in zip(STAGES, promoted[layer].tolist(), strict=True) for name in stage}
+        plan = {
+            name: part.promoted(widths[name], self.recipe.high_weight_bits) if widths[name] else part
+            for name, part in plan.items()
+        }
+        names = tuple(name for name, part in plan.items() if widths[name] == part.layout.in_features)
         math = LayerMath(self.config, layer, hidden.shape[1], self.device)
         result = quantize_layer(math, weights, plan, hidden, self.recipe, self.device)
         if result.damping > self.recipe.damping:
@@ -239,9 +246,9 @@ class _Run:
         return self.transform.embedding(self._embedding()[tokens.long()]).to(self.device)
 
     def _promotions(self) -> Tensor:
-        """bool [layers, stages]: which stages run wholly at 8 bits."""
-        chosen = torch.zeros(self.config.num_layers, len(STAGES), dtype=torch.bool)
-        if self.recipe.method != "dual" or self.recipe.budget == 0:
+        """int64 [layers, stages]: how many of a stage's channels, the last ones, run at 8 bits; 0: as its plan says."""
+        chosen = torch.zeros(self.config.num_layers, len(STAGES), dtype=torch.int64)
+        if self.recipe.method not in ("dual", "balanced_blocks") or self.recipe.budget == 0:
             return chosen
 
         def prepared(layer: int) -> tuple[dict[str, Tensor], LayerPlan]:
@@ -251,9 +258,12 @@ class _Run:
 
         logger.info("measuring which layers need 8 bits most")
         hidden = self._embedded(self.stats.tokens[:PROBE_SEQUENCES, :PROBE_LENGTH])
+        if self.recipe.method == "balanced_blocks":
+            return block_widths(self.config, self.recipe, prepared, hidden, self.device)
+        shapes = self.config.linear_shapes()
         for layer, names in promotions(self.config, self.recipe, prepared, hidden, self.device).items():
             for index, stage in enumerate(STAGES):
-                chosen[layer, index] = stage[0] in names
+                chosen[layer, index] = shapes[stage[0]][1] * (stage[0] in names)
         return chosen
 
 

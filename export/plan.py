@@ -34,9 +34,13 @@ class LinearPlan:
             weight = weight.index_select(1, self.perm.to(weight.device))
         return block_hadamard(weight, self.layout.hadamard)
 
-    def promoted(self) -> LinearPlan:
-        """The same linear with every channel at 8-bit activations and int8 weights."""
-        return replace(self, layout=replace(self.layout, segments=(Segment(self.layout.in_features, 8, 8),)))
+    def promoted(self, channels: int | None = None, weight_bits: int = 8) -> LinearPlan:
+        """The same linear, its last `channels` (all if None) at 8-bit activations and `weight_bits`, the rest at 4."""
+        width = self.layout.in_features
+        high = width if channels is None else channels
+        parts = ((width - high, 4, 4), (high, 8, weight_bits))
+        segments = tuple(Segment(*part) for part in parts if part[0])
+        return replace(self, layout=replace(self.layout, segments=segments))
 
 
 LayerPlan = Mapping[str, LinearPlan]

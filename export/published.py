@@ -1,4 +1,4 @@
-"""Plans of the recipes that leave the weights as they are: `rtn`, `quik`, `fmpq`, `fmpq-int8`, `w4a16`, `w8a8`."""
+"""Plans of the recipes that leave the weights as they are: `rtn`, `quik`, `fmpq`, `w4a16`, `w8a8`."""
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@ from w4a4.calibrate.precision_map import (
     outlier_map,
     promote,
     shared_map,
+    spend,
     uniform_map,
     widest_share,
 )
@@ -78,6 +79,17 @@ def test_promotion_buys_the_most_error_per_mac_that_fits() -> None:
     assert promote(gains, macs, 130) == ["b", "e", "c"]  # a no longer fits once e is bought
     assert promote(gains, macs, 1000) == ["b", "e", "a", "c"]
     assert promote(gains, macs, 0) == []
+
+
+def test_blocks_go_where_the_error_falls_most_per_mac() -> None:
+    errors = [[9.0, 4.0, 3.0], [8.0, 7.5, 0.0], [1.0, 1.0, 1.0]]
+    assert spend(errors, [10, 10, 10], 10) == [1, 0, 0]
+    assert spend(errors, [10, 10, 10], 30) == [1, 2, 0]  # the second stage gains only from both of its blocks
+    assert spend(errors, [10, 10, 10], 20) == [2, 0, 0]
+    assert spend(errors, [100, 10, 10], 100) == [0, 2, 0]
+    assert spend(errors, [10, 10, 10], 1000) == [2, 2, 0]
+    assert spend(errors, [10, 10, 10], 9) == [0, 0, 0]
+    assert spend([[1.0, 2.0, 1.5]], [1], 5) == [0]
 
 
 def test_bad_input_is_named() -> None:

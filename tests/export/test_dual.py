@@ -115,6 +115,8 @@ def test_logits_do_not_change(kind: str, model_folder: ModelFolder) -> None:
         {"value_hadamard": False},
         {"key_scaling": False},
         {"kv_mean": False},
+        {"channel_balance": True},
+        {"channel_balance": True, "value_hadamard": False},
         {"kv_hadamard": False},
         {"down_hadamard": 1},
         {"down_hadamard": 32, "high_share": 0.0},

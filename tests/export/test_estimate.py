@@ -71,7 +71,7 @@ def test_the_checkpoint_is_as_large_as_was_said(
     assert actual <= said.checkpoint_bytes * 1.001
     # dual promotes whole linears, and in one layer not many fit what its budget leaves
     assert actual == pytest.approx(said.checkpoint_bytes, rel=0.08 if name == "dual" else 0.02)
-    if name != "dual":
+    if name not in ("dual", "fmpq-int8"):  # their budget is spent on what calibration finds
         for linear, layout in planned_layouts(source.config, recipe).items():
             planned = [(s.act_bits, s.weight_bits) for s in layout.segments]
             written = checkpoint.layout(f"model.layers.0.{linear}").segments

@@ -48,6 +48,14 @@ def test_promotion_keeps_order_and_transform() -> None:
     assert (promoted.layout.hadamard, promoted.layout.out_features) == (32, 5)
 
 
+def test_the_last_channels_alone_can_be_promoted() -> None:
+    plan = LinearPlan(LinearLayout(5, (Segment(96, 4, 4),)), torch.arange(95, -1, -1))
+    assert plan.promoted(32).layout.segments == (Segment(64, 4, 4), Segment(32, 8, 8))
+    assert plan.promoted(32, weight_bits=4).layout.segments == (Segment(64, 4, 4), Segment(32, 8, 4))
+    assert plan.promoted(96) == plan.promoted()
+    assert plan.promoted(0).layout == plan.layout
+
+
 def test_empty_segments_are_left_out() -> None:
     layout = make_layout(5, [(0, 4, 4), (64, 8, 4), (0, 16, 16)], load_recipe("quik"), hadamard=8)
     assert layout == LinearLayout(5, (Segment(64, 8, 4),), symmetric=False, hadamard=8)

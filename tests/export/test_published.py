@@ -72,13 +72,12 @@ def test_quik_keeps_the_columns_of_largest_magnitude() -> None:
     assert {5, 700} <= set(plan["self_attn.q_proj"].perm[-128:].tolist())
 
 
-@pytest.mark.parametrize("recipe", ["fmpq", "fmpq-int8"])
-def test_fmpq_puts_outliers_in_as_few_blocks_as_they_fill(recipe: str) -> None:
+@pytest.mark.parametrize("weight_bits", [4, 8])
+def test_fmpq_puts_outliers_in_as_few_blocks_as_they_fill(weight_bits: int) -> None:
     values = magnitudes()
     loud = list(range(0, 1024, 8)) + [1]  # 129 outliers: two blocks of 128
     values["attn_in"][loud] = 2 * float(values["attn_in"].median()) * OUTLIER_THRESHOLD
-    plan = plan_of(recipe, values, budget=0.3)
-    weight_bits = {"fmpq": 4, "fmpq-int8": 8}[recipe]
+    plan = plan_of("fmpq", values, budget=0.3, high_weight_bits=weight_bits)
     for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"):
         assert plan[name].layout.segments == (Segment(768, 4, 4), Segment(256, 8, weight_bits))
         assert set(loud) <= set(plan[name].perm[-256:].tolist())
