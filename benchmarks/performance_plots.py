@@ -21,6 +21,8 @@ STYLE = {
     "w4a16": ("#CC79A7", "v", "--"),
 }
 OTHER = ("#666666", "x", ":")
+FILLS = (("#000000", ""), ("#D55E00", "//"), ("#0072B2", "\\\\"), ("#009E73", "xx"), ("#E69F00", ".."), ("#CCCCCC", ""),
+         ("#56B4E9", "++"), ("#CC79A7", "oo"))  # fmt: skip
 
 
 def plots(results: Path) -> dict[str, bytes]:
@@ -38,6 +40,10 @@ def plots(results: Path) -> dict[str, bytes]:
     found = load_bench(results)
     if found is not None and any(record["test"].startswith("tg") for record in found.records):
         drawn["decode-batch.svg"] = _svg(_decode_batch(found.records))
+    if found is not None and found.header.get("breakdown"):
+        drawn["step-time.svg"] = _svg(_step_time(found.header["breakdown"]))
+    if found is not None and found.header.get("memory_split_gib"):
+        drawn["memory.svg"] = _svg(_memory(found.header["memory_split_gib"]))
     return drawn
 
 
@@ -160,6 +166,45 @@ def _decode_batch(records: list[Entry]) -> Any:
     axes[0].set_ylabel("decode, tokens/s")
     axes[0].legend(frameon=False, fontsize=8)
     return figure
+
+
+def _step_time(breakdowns: list[Entry]) -> Any:
+    """A panel per model. Kernels overlap, so each has its share of their summed times, of the step."""
+    models = list(dict.fromkeys(entry["model"] for entry in breakdowns))
+    figure, axes = _panels(len(models))
+    parts = list(dict.fromkeys(part for entry in breakdowns for part in entry["parts_us"]))
+    for ax, model in zip(axes, models, strict=True):
+        bars = {}
+        for entry in breakdowns:
+            if entry["model"] == model:
+                scale = entry["step_us"] / sum(entry["parts_us"].values()) / 1e3
+                bars[f"{entry['batch']}"] = {part: us * scale for part, us in entry["parts_us"].items()}
+        _stack(ax, bars, parts)
+        ax.set_xlabel("batch")
+        ax.set_title(model, fontsize=10)
+    axes[0].set_ylabel("decode step, ms")
+    axes[0].legend(frameon=False, fontsize=8)
+    return figure
+
+
+def _memory(splits: dict[str, dict[str, float]]) -> Any:
+    figure, ax = _axes()
+    _stack(ax, splits, list(dict.fromkeys(part for split in splits.values() for part in split)))
+    ax.set_ylabel("GiB")
+    ax.tick_params(axis="x", labelsize=8)
+    ax.legend(frameon=False, fontsize=8)
+    return figure
+
+
+def _stack(ax: Any, bars: dict[str, dict[str, float]], parts: list[str]) -> None:
+    bottoms = dict.fromkeys(bars, 0.0)
+    for part, (fill, hatch) in zip(parts, FILLS, strict=False):
+        heights = [bar.get(part, 0.0) for bar in bars.values()]
+        ax.bar(
+            list(bars), heights, bottom=list(bottoms.values()), color=fill, hatch=hatch, edgecolor="#333333",
+            linewidth=0.4, label=part, width=0.6,
+        )  # fmt: skip
+        bottoms = {name: bottoms[name] + height for name, height in zip(bars, heights, strict=True)}
 
 
 def _line(ax: Any, points: list[tuple[float, float]], series: str, label: str = "") -> None:

@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))  # the modules beside this script belong to no package
 
 import accuracy_tables  # noqa: E402
+import bench_tables  # noqa: E402
 import performance_plots  # noqa: E402
 import performance_tables  # noqa: E402
 from markdown_tables import block_names, replace_block  # noqa: E402
@@ -27,7 +28,11 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "accuracy-ablation": accuracy_tables.ablation,
     "accuracy-tasks": accuracy_tables.tasks,
     "bench": performance_tables.bench,
+    "bench-ablation": bench_tables.ablation,
     "bench-breakdown": performance_tables.breakdown,
+    "bench-engine": bench_tables.engine,
+    "bench-others": bench_tables.others,
+    "bench-perplexity": bench_tables.perplexity,
     "gemm": performance_tables.gemm,
     "quantize": performance_tables.quantize,
     "kv4": performance_tables.kv4,
@@ -35,6 +40,8 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
 }
 PLOTS = {
     "bench-plots": ("decode-batch",),
+    "bench-breakdown-plots": ("step-time",),
+    "bench-memory-plots": ("memory",),
     "gemm-plots": ("roofline", "gemm"),
     "kv4-plots": ("kv4-context",),
 }

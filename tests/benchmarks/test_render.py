@@ -197,3 +197,71 @@ def test_plots_are_drawn_deterministic_and_shown(render: ModuleType, tmp_path: P
     (results / "gemm-h200.json").unlink()
     render.write(docs, results)
     assert list((docs / "plots").iterdir()) == []
+
+
+def bench_record(**changes: Any) -> dict[str, Any]:
+    record = {"model": "Llama-3-8B (random weights)", "recipe": "dual", "act": "a8", "kv": 4, "batch": 16}
+    return record | {"test": "tg128@1024", "tok_s": 6000.0, "step_ms": 2.67} | changes
+
+
+def test_tables_of_the_whole_model_stay_empty_without_their_keys(render: ModuleType, tmp_path: Path) -> None:
+    write(tmp_path, "bench-h200.json", [bench_record()], **HEADER)
+    for block in ("bench-ablation", "bench-breakdown", "bench-engine", "bench-others", "bench-perplexity"):
+        assert render.BLOCKS[block](tmp_path) == ""
+    assert list(render.performance_plots.plots(tmp_path)) == ["decode-batch.svg"]
+
+
+def test_other_programs_stand_beside_the_same_test_and_batch(render: ModuleType, tmp_path: Path) -> None:
+    others = [
+        {
+            "model": "Llama-3-8B",
+            "what": "decode",
+            "test": "tg128@1024",
+            "batch": 16,
+            "tok_s": {"bf16": 2800, "fp8": 4000},
+        },
+        {"model": "Llama-3-8B", "what": "prefill", "test": "pp1024", "batch": 8, "tok_s": {"bf16": 42000}},
+    ]
+    records = [
+        bench_record(),
+        bench_record(recipe="baseline", act="16", tok_s=3000.0),
+        bench_record(batch=8, tok_s=1.0),
+    ]
+    write(tmp_path, "bench-h200.json", records, **HEADER, others=others)
+    lines = render.BLOCKS["bench-others"](tmp_path).splitlines()
+    assert lines[0] == ("| model |  | vLLM bf16 | vLLM fp8 | our bf16 | our fp8 | w4a4 | over the best of vLLM |")
+    assert lines[2] == "| Llama-3-8B | decode | 2,800 | 4,000 | 3,000 |  | 6,000 | 1.50x |"
+    assert lines[3] == "| Llama-3-8B | prefill | 42,000 |  |  |  |  |  |"
+
+
+def test_engine_ablation_and_perplexity_are_told(render: ModuleType, tmp_path: Path) -> None:
+    steady = {
+        "batch": 64,
+        "step_ms": 3.84,
+        "graph_step_ms": 3.7,
+        "kernel_sum_ms": 5.5,
+        "kernel_busy_ms": 3.79,
+        "idle": 0.04,
+    }
+    requests = {"requests": 256, "prompt": 1024, "output": 512, "tok_s": 15955.0, "seconds": 8.2, "steps": 544}
+    ablation = [{"model": "8B", "batch": 1, "step_us": 2400.0, "saved_us": {"qkv": 180.0, "KV write": 80.0}}]
+    perplexity = [
+        {"model": "S", "act": "a8", "path": "decode", "tokens": 16376, "reference": 20.949, "gpu": 20.991,
+         "loss_difference": 0.002, "loss_difference_stderr": 0.0022, "agreement": 0.9, "agreement_clear": 0.992}
+    ]  # fmt: skip
+    split = {"8B w4a4": {"linears": 3.6, "KV pages": 116.0}}
+    step = {"model": "8B", "batch": 1, "step_us": 2400.0, "parts_us": {"linears": 2000.0}, "gap_us": 400.0}
+    step |= {"launches": {"linears": 128}}
+    write(
+        tmp_path, "bench-h200.json", [bench_record()], **HEADER, engine={"steady": [steady], "requests": requests},
+        ablation=ablation, perplexity=perplexity, memory_split_gib=split, breakdown=[step],
+    )  # fmt: skip
+    engine = render.BLOCKS["bench-engine"](tmp_path)
+    assert "| 64 | greedy | 3.84 | 3.70 | 5.50 | 3.79 | 4.0 % |" in engine
+    assert "256 requests of 1,024 tokens in and 512 out, at once: 15,955 output tokens/s (8.20 s, 544 steps)." in engine
+    assert "| 8B | 1 | 2,400 | 180 | 80 |" in render.BLOCKS["bench-ablation"](tmp_path)
+    expected = "| S | a8 | decode | 16,376 | 20.949 | 20.991 | +0.0020 ± 0.0022 | 90.0 % | 99.20 % |"
+    assert expected in render.BLOCKS["bench-perplexity"](tmp_path)
+    plots = render.performance_plots.plots(tmp_path)
+    assert sorted(plots) == ["decode-batch.svg", "memory.svg", "step-time.svg"]
+    assert all(svg.startswith(b"<?xml") for svg in plots.values())
