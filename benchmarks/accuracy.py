@@ -12,7 +12,7 @@ import argparse
 import json
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -91,7 +91,7 @@ class FloatKV4:
         return rms_norm(x, None, self.config.rms_norm_eps) @ self.head.T
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("-o", "--output", type=Path, required=True)
@@ -109,7 +109,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", help="where all of it runs; on a GPU by the reference's operations")
     parser.add_argument("--commit", default="", help="of this repository, where git is not at hand")
     parser.add_argument("--no-kv-alone", action="store_true")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     source = open_source(arguments.model)
     if arguments.device != "cpu":
         source = ResidentSource(source, arguments.device)

@@ -127,7 +127,12 @@ def _section(records: list[AccuracyRecord]) -> str:
     headers += ["perplexity", "ratio", "KL, nats", "same top-1", "seeds"]
     filler = [""] if variants else []
     rows = [["source", *filler, "16 bit", "16 bit", "", "", f"{source_ppl:.2f}", "1", "0", "100 %", ""]]
-    for _, group in groupby(sorted(records, key=lambda record: record.row), key=lambda record: record.row):
+    order = list(dict.fromkeys(record.variant for record in records))  # variants stand as in their file
+
+    def place(record: AccuracyRecord) -> tuple[int, tuple[int, str, str, int, int]]:
+        return order.index(record.variant), record.row
+
+    for _, group in groupby(sorted(records, key=place), key=place):
         runs = list(group)
         run = runs[0]
         rows.append(

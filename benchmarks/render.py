@@ -1,4 +1,4 @@
-"""Write the generated blocks of `docs/accuracy.md` and `docs/performance.md`, and the plots, from `benchmarks/results`.
+"""Write the generated blocks of the pages in `docs/`, and the plots, from `benchmarks/results`.
 
     python benchmarks/render.py            write
     python benchmarks/render.py --check    change nothing; exit 1 if a page is out of step with the results
@@ -22,7 +22,7 @@ import performance_plots  # noqa: E402
 import performance_tables  # noqa: E402
 from markdown_tables import block_names, replace_block  # noqa: E402
 
-PAGES = ("accuracy.md", "performance.md")
+PAGES = ("accuracy.md", "performance.md", "recipe.md")
 BLOCKS: dict[str, Callable[[Path], str]] = {
     "accuracy": accuracy_tables.accuracy,
     "accuracy-ablation": accuracy_tables.ablation,

@@ -127,6 +127,14 @@ def test_variants_make_the_ablation_alone(render: ModuleType, tmp_path: Path) ->
     assert "| dual | int4 in the 8-bit segment | 4/8 bit map |" in render.BLOCKS["accuracy-ablation"](tmp_path)
 
 
+def test_variants_stand_in_the_order_of_their_file(render: ModuleType, tmp_path: Path) -> None:
+    names = ("as shipped", "no GPTQ", "30 %")
+    write(tmp_path, "accuracy-ablation.json", [accuracy(variant=name) for name in names])
+    page = render.BLOCKS["accuracy-ablation"](tmp_path)
+    places = [page.index(f"| {name} |") for name in names]
+    assert places == sorted(places)
+
+
 def test_unknown_and_missing_keys_are_named(render: ModuleType, tmp_path: Path) -> None:
     broken = accuracy(perplexity=3)
     del broken["kl"]
@@ -186,6 +194,7 @@ def test_plots_are_drawn_deterministic_and_shown(render: ModuleType, tmp_path: P
     write(results, "gemm-h200.json", [gemm(m=m, ours_us=4.0 + m / 8, bf16_us=9.0 + m) for m in (1, 16, 256)], **HEADER)
     (docs / "accuracy.md").write_text("<!-- generated: accuracy -->\n<!-- end: accuracy -->\n")
     (docs / "performance.md").write_text("<!-- generated: gemm-plots -->\n<!-- end: gemm-plots -->\n")
+    (docs / "recipe.md").write_text("<!-- generated: accuracy-ablation -->\n<!-- end: accuracy-ablation -->\n")
     assert render.out_of_step(docs, results) == ["performance.md", "plots/gemm-w4.svg", "plots/roofline-w4.svg"]
     render.write(docs, results)
     assert render.out_of_step(docs, results) == []

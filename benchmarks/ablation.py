@@ -1,0 +1,100 @@
+"""The ablation of `dual`: the recipe with one change at a time. Writes records with a `variant` (schema: README.md).
+
+    python benchmarks/ablation.py smollm2-135m -o benchmarks/results/accuracy-ablation-smollm2-135m.json
+
+Every variant is scored on the validation split, where the recipe's own choices were made. What a recipe has no key for
+is replaced in the running program. Variants that the file has already are not measured again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import accuracy
+import torch
+from torch import Tensor
+
+from w4a4.export import dual
+from w4a4.export.transforms.residual_basis import residual_basis
+
+UNPREPARED_KEYS = {"key_scaling": False, "kv_mean": False, "kv_hadamard": False, "sink_tokens": 0}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """changes: keys of the recipe. has_random_basis, block: what has no key. calibration: times the usual tokens."""
+
+    changes: dict[str, Any] = field(default_factory=dict)
+    has_random_basis: bool = False
+    block: int = dual.BLOCK
+    calibration: int = 1
+
+
+VARIANTS = {
+    "as shipped": Variant(),
+    "random basis instead of principal axes": Variant(has_random_basis=True),
+    "int4 weights under 8-bit activations": Variant({"high_weight_bits": 4}),
+    "rounding to nearest instead of GPTQ": Variant({"rounding": "rtn"}),
+    "absmax scales of activations": Variant({"clip_search": False}),
+    "absmax scales of weights": Variant({"scale_search": False}),
+    "keys as they come": Variant(UNPREPARED_KEYS),
+    "no Hadamard of values": Variant({"value_hadamard": False}),
+    "no Hadamard before down_proj": Variant({"down_hadamard": 1}),
+    "balanced channels": Variant({"channel_balance": True}),
+    "nothing promoted": Variant({"budget": 0.0}),
+    "10 % at 8 bits": Variant({"high_share": 0.1, "budget": 0.1}, block=64),
+    "30 % at 8 bits": Variant({"budget": 0.3}),
+    "4 times the calibration": Variant(calibration=4),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("-o", "--output", type=Path, required=True)
+    parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
+    parser.add_argument("--samples", type=int, default=8)
+    parser.add_argument("--seq", type=int, default=1024)
+    parser.add_argument("--tokens", type=int, default=8192, help="of the validation text scored")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--commit", default="", help="of this repository, where git is not at hand")
+    arguments = parser.parse_args()
+    accuracy.PATHS["dual"] = (("map", 4),)
+    for name in arguments.variants:
+        variant = VARIANTS[name]
+        common = ["--recipes", "dual", "--split", "validation", "--no-kv-alone", "--variant", name]
+        common += ["-o", str(arguments.output), "--device", arguments.device, "--commit", arguments.commit]
+        common += ["--samples", str(arguments.samples * variant.calibration), "--seq", str(arguments.seq)]
+        changes = [f"{key}={json.dumps(value)}" for key, value in variant.changes.items()]
+        print(name, flush=True)
+        with _replaced(variant):
+            accuracy.main([arguments.model, "--tokens", str(arguments.tokens), *common, "--set", *changes])
+
+
+@contextmanager
+def _replaced(variant: Variant) -> Iterator[None]:
+    basis, width = dual.residual_basis, dual.high_width
+    if variant.has_random_basis:
+        dual.residual_basis = _random_basis
+    if variant.block != dual.BLOCK:
+        dual.high_width = lambda channels, share, _multiple=0: width(channels, share, variant.block)
+    try:
+        yield
+    finally:
+        dual.residual_basis, dual.high_width = basis, width
+
+
+def _random_basis(second_moment: Tensor, wide_channels: int, seed: int) -> Tensor:
+    """As `residual_basis`, of a symmetric Gaussian matrix, whose eigenvectors know no direction."""
+    gaussian = torch.randn(second_moment.shape, generator=torch.Generator().manual_seed(seed))
+    return residual_basis(gaussian + gaussian.T, wide_channels, seed)
+
+
+if __name__ == "__main__":
+    main()
