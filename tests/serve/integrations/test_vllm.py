@@ -1,0 +1,84 @@
+"""A packed checkpoint in vLLM gives the tokens of our own engine. Needs vLLM's CPU build: `make test-vllm`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from w4a4.export.checkpoint import open_checkpoint
+from w4a4.export.compressed_tensors import export_compressed_tensors
+from w4a4.export.fake_quant import export_fake_quant
+from w4a4.kernels.layout import ActMode
+from w4a4.serve.model import CausalLM
+
+pytestmark = pytest.mark.vllm
+
+PackedFolder = Callable[..., Path]
+
+GENERATION = Path(__file__).with_name("vllm_generation.py")
+NUM_TOKENS = 24
+KV4 = {"kv_cache_dtype": "int4_per_token_head"}
+
+
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(3, 300, (length,), generator=generator).tolist() for length in (5, 17, 40)]
+
+
+def generate(folder: Path, **settings: Any) -> list[list[int]]:
+    settings |= {"prompts": prompts(), "num_tokens": NUM_TOKENS}
+    done = subprocess.run(
+        [sys.executable, str(GENERATION), str(folder), json.dumps(settings)],
+        capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    lines = [line for line in done.stdout.splitlines() if line.startswith("TOKENS ")]
+    assert lines, done.stdout[-2000:] + done.stderr[-4000:]
+    tokens: list[list[int]] = json.loads(lines[0].removeprefix("TOKENS "))
+    return tokens
+
+
+def greedy(folder: Path, act: ActMode, kv_bits: int) -> list[list[int]]:
+    model = CausalLM(open_checkpoint(folder), act=act, kv_bits=kv_bits)
+    texts = []
+    for prompt in prompts():
+        tokens = torch.tensor([prompt])
+        for _ in range(NUM_TOKENS):
+            tokens = torch.cat([tokens, model.score(tokens)[:, -1].argmax(-1, keepdim=True)], 1)
+        texts.append(tokens[0, len(prompt) :].tolist())
+    return texts
+
+
+@pytest.mark.parametrize("kind", ["llama-biased", "qwen2", "qwen3"])
+def test_greedy_tokens_equal_our_own(kind: str, packed_folder: PackedFolder) -> None:
+    """4-bit activations, KV4 with a mean off the keys, Hadamard and sinks: every number is the same."""
+    folder = packed_folder(kind)
+    assert generate(folder, **KV4) == greedy(folder, "map", 4)
+
+
+def test_two_ranks_equal_one(packed_folder: PackedFolder) -> None:
+    """Packed weights, scales, permutations and heads are cut right. Activations are left alone: with them quantised
+    each rank has scales of its own."""
+    folder = packed_folder("qwen2", down_hadamard=64)
+    tokens = generate(folder, tensor_parallel_size=2, additional_config={"w4a4": {"act": "a16"}}, **KV4)
+    assert tokens == greedy(folder, "a16", 4)
+
+
+def test_compiled_equals_eager(packed_folder: PackedFolder) -> None:
+    folder = packed_folder("qwen2")
+    tokens = generate(folder, enforce_eager=False, additional_config={"w4a4": {"act": "a16"}}, **KV4)
+    assert tokens == greedy(folder, "a16", 4)
+
+
+def test_vllm_without_us_runs_the_exported_models(packed_folder: PackedFolder, tmp_path: Path) -> None:
+    packed = packed_folder("llama", "w4a16")
+    checkpoint = open_checkpoint(packed)
+    expected = greedy(packed, "a16", 16)
+    assert generate(export_fake_quant(checkpoint, tmp_path / "float", torch.float32)) == expected
+    assert generate(export_compressed_tensors(checkpoint, tmp_path / "compressed")) == expected
