@@ -175,7 +175,7 @@ def _jsonl_rows(path: Path, column: str) -> list[str]:
                 continue
             try:
                 row = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise UsageError(f"{path}, line {number} is not JSON: {error}") from error
             value = row.get(column) if isinstance(row, dict) else None
             if not isinstance(value, str):

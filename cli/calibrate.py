@@ -54,8 +54,7 @@ def command(
 
     source = open_source(model, offline=offline, revision=revision)
     target = output or Path(f"{model_stem(model)}-statistics")
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise UsageError(f"the output {target} exists", f"choose another folder with -o, or remove it: rm -r {target}")
+    check_output(target, source)
     if dry_run:
         _show_plan(console, source, target, samples, seq, as_json)
         return
@@ -74,6 +73,14 @@ def command(
     else:
         console.data(str(target))
     console.say(f"next: w4a4 quantize {model} --statistics {target}" + (f"   (report: {page})" if page else ""))
+
+
+def check_output(target: Path, source: Source) -> None:
+    """Raise UsageError unless `target` is free to be written: not there, or an empty folder."""
+    if target.exists() and target.resolve() == source.identity.path.resolve():
+        raise UsageError(f"the output {target} is the source itself", "choose another folder with -o")
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise UsageError(f"the output {target} exists", "choose another folder with -o, or remove it first")
 
 
 def model_stem(model: str) -> str:

@@ -12,6 +12,7 @@ from w4a4.configs.errors import W4A4Error
 
 INTERRUPTED = 130
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_PATH = (errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP)
 
 
 def report_failure(error: BaseException, verbosity: int) -> int:
@@ -66,6 +67,8 @@ def _explain_os_error(error: OSError) -> tuple[str, str, int]:
         return message, "free some disk, or write elsewhere with -o", 7
     if error.errno == errno.ENOMEM:
         return message, "fewer --samples or a shorter --seq", 7
+    if error.errno in _PATH:
+        return message, "choose another path", 2
     if isinstance(error, FileNotFoundError):
         return message, "check the path", 3
     if isinstance(error, PermissionError) or error.errno == errno.EROFS:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,7 @@ from w4a4.configs.errors import NumericsError, UsageError
 
 if TYPE_CHECKING:
     from w4a4.serve.request import Output
+    from w4a4.serve.tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS = 128
 
@@ -73,6 +75,11 @@ def command(
     tokenizer = load_tokenizer(folder, open_checkpoint(folder).config.vocab_size)
     defaults = read_generation_config(folder).sampling if generation_config == "auto" else NOTHING_SAID
     sampling = PartialSampling(temperature, top_p, top_k, min_p, repetition_penalty).or_else(defaults)
+    try:
+        params = SamplingParams(**{"temperature": 0.0, **sampling.said}, seed=seed, max_tokens=max_tokens)
+        ids = _chat_ids(tokenizer, prompt, system) if chat else tokenizer.encode(prompt)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
     settings = ServeSettings(
         checkpoint=folder,
         device=device,
@@ -86,12 +93,9 @@ def command(
     console.say(f"{folder}: loaded in {time.monotonic() - begin:.1f} s, {runner.info.path}")
     if defaults.said:
         console.say(f"from generation_config.json: {defaults}; --generation-config none leaves it out")
-    if chat:
-        messages = [{"role": "system", "content": system}] if system is not None else []
-        text = tokenizer.render_chat([*messages, {"role": "user", "content": prompt}])
-        ids = tokenizer.encode(text, add_special_tokens=False)
-    else:
-        ids = tokenizer.encode(prompt)
+    if max_tokens is None:
+        room = max(1, runner.info.max_model_len - len(ids))
+        params = replace(params, max_tokens=min(DEFAULT_MAX_TOKENS, room))
     news: queue.SimpleQueue[Output] = queue.SimpleQueue()
 
     def listen(outputs: list[Output]) -> None:
@@ -103,9 +107,6 @@ def command(
     engine.start()
     try:
         try:
-            room = max(1, runner.info.max_model_len - len(ids))
-            limit = min(DEFAULT_MAX_TOKENS, room) if max_tokens is None else max_tokens
-            params = SamplingParams(**{"temperature": 0.0, **sampling.said}, seed=seed, max_tokens=limit)
             engine.submit([Request("generate", tuple(ids), params)])
         except ValueError as error:
             raise UsageError(str(error)) from error
@@ -153,6 +154,12 @@ def _arguments(console: Console, arguments: tuple[str, ...]) -> tuple[Path, str]
     if not prompt:
         raise UsageError("the prompt is empty")
     return folder, prompt
+
+
+def _chat_ids(tokenizer: Tokenizer, prompt: str, system: str | None) -> list[int]:
+    messages = [{"role": "system", "content": system}] if system is not None else []
+    text = tokenizer.render_chat([*messages, {"role": "user", "content": prompt}])
+    return tokenizer.encode(text, add_special_tokens=False)
 
 
 def _speed(output: Output) -> tuple[float, float]:

@@ -32,9 +32,12 @@ class Option(click.Option):
 
     def type_cast_value(self, ctx: click.Context, value: Any) -> Any:
         """As click does it, but no number may be NaN, nor infinite unless that is the default (of a rate: at once), and
-        only ASCII spells one: Python's own `int` reads the digits of every script."""
-        if isinstance(value, str) and not value.isascii() and isinstance(self.type, _NUMBERS):
-            raise click.BadParameter(f"{value!r} is not a number in ASCII digits.", ctx, self)
+        only ASCII spells one: Python's own `int` reads the digits of every script. A file may hold other types."""
+        if isinstance(self.type, _NUMBERS):
+            if isinstance(value, str) and not value.isascii():
+                raise click.BadParameter(f"{value!r} is not a number in ASCII digits.", ctx, self)
+            if value is not None and not isinstance(value, str) and type(value) not in (int, float):
+                raise click.BadParameter(f"{value!r} is not a number.", ctx, self)
         cast = super().type_cast_value(ctx, value)
         if isinstance(cast, float) and not math.isfinite(cast) and cast != self.default:
             raise click.BadParameter(f"{value} is not a finite number.", ctx, self)
@@ -147,7 +150,7 @@ def _read_config(context: click.Context, _parameter: click.Parameter, path: Path
         raise UsageError(f"--config {path} does not exist")
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise UsageError(f"{path} is not valid YAML: {str(error).splitlines()[0]}") from error
     if not isinstance(values, dict):
         raise UsageError(f"{path} must hold option: value lines, got {type(values).__name__}")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from w4a4.cli.calibrate import calibration_run, model_stem
+from w4a4.cli.calibrate import calibration_run, check_output, model_stem
 from w4a4.cli.console import Console, format_bytes
 from w4a4.cli.newest_checkpoint import remember_checkpoint
 from w4a4.cli.options import calibration_options, common_options, device_option, option, pass_console, source_options
@@ -83,14 +83,16 @@ def command(
     from w4a4.export.plan import fit_recipe
     from w4a4.serve.device import choose_device
 
+    if gate_tokens == 1:
+        raise UsageError("--gate-tokens 1: a token is scored by those before it, so there must be two", "or 0: no gate")
     if fail_if_ppl_above is not None and not gate_tokens:
         raise UsageError("--fail-if-ppl-above needs text to score", "leave out --gate-tokens 0")
     chosen = load_recipe(recipe, recipe_overrides(overrides, kv))
     source = open_source(model, offline=offline, revision=revision)
     chosen = fit_recipe(chosen, source.config)
     target = output or Path(f"{model_stem(model)}-w4a4")
-    if not dry_run and target.exists() and (target.is_file() or any(target.iterdir())):
-        raise UsageError(f"the output {target} exists", f"choose another folder with -o, or remove it: rm -r {target}")
+    if not dry_run:
+        check_output(target, source)
     place = choose_device(device)
     stats = load_statistics(statistics) if statistics is not None else None
     if stats is not None:
@@ -139,7 +141,7 @@ def command(
 
 
 def recipe_overrides(pairs: tuple[str, ...], kv: str | None) -> dict[str, Any]:
-    """KEY=VALUE pairs as a mapping, values read as YAML; `--kv` is `kv_bits`. Raises UsageError without a "="."""
+    """KEY=VALUE pairs as a mapping, values read as YAML; `--kv` is `kv_bits`. Raises UsageError where that fails."""
     import yaml
 
     overrides: dict[str, Any] = {}
@@ -147,7 +149,10 @@ def recipe_overrides(pairs: tuple[str, ...], kv: str | None) -> dict[str, Any]:
         key, equals, value = pair.partition("=")
         if not equals or not key:
             raise UsageError(f"--set {pair}: expected KEY=VALUE", "for example --set budget=0.1")
-        overrides[key.strip().replace("-", "_")] = yaml.safe_load(value)
+        try:
+            overrides[key.strip().replace("-", "_")] = yaml.safe_load(value)
+        except (yaml.YAMLError, RecursionError) as error:
+            raise UsageError(f"--set {pair}: the value is no YAML: {str(error).splitlines()[0]}") from error
     return overrides | ({"kv_bits": int(kv)} if kv else {})
 
 

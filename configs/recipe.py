@@ -142,7 +142,7 @@ def load_recipe(name_or_path: str, overrides: Mapping[str, Any] | None = None) -
                          "give a .yaml file or one of: " + ", ".join(recipe_names()))  # fmt: skip
     try:
         data = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:
         raise UsageError(f"recipe {name_or_path} is not valid YAML: {str(error).splitlines()[0]}") from error
     if not isinstance(data, dict):
         raise UsageError(f"recipe {name_or_path} must be a mapping of keys, got {type(data).__name__}")

@@ -16,7 +16,7 @@ from typing import Literal
 
 import torch
 
-from w4a4.configs.errors import UsageError
+from w4a4.configs.errors import ResourceError, UsageError
 from w4a4.kernels.layout import ActMode
 from w4a4.serve.baselines import Kind, baseline_model
 from w4a4.serve.bench.fixed_batch import FixedBatch
@@ -139,13 +139,19 @@ def _same_test(other: Record, record: Record) -> bool:
 
 
 def run_tests(model: CausalLM, candidate: Candidate, model_name: str, settings: BenchSettings) -> Iterator[Record]:
-    sizes = [batch for batch in settings.batches if batch != "max"]
     frame = _Frame(model, candidate, model_name, settings)
+    tokens = settings.seq + settings.gen
+    wanted = [batch for batch in settings.batches if batch != "max"]
+    sizes = [batch for batch in wanted if frame.fits(batch, tokens)]
+    if wanted and not sizes:
+        raise ResourceError(
+            f"the KV pages of {wanted[0]} sequences of {tokens} tokens do not fit on {model.device}",
+            f"--batch {frame.largest(tokens)} or fewer",
+        )
     for batch in sizes[:2]:
         yield frame.prefill(batch)
     for batch in sizes:
-        if frame.fits(batch, settings.seq + settings.gen):
-            yield frame.decode(batch)
+        yield frame.decode(batch)
     if "max" in settings.batches:
         yield frame.combined(frame.largest(settings.seq + COMBINED_GEN))
 

@@ -164,6 +164,7 @@ def test_column_can_be_chosen(tmp_path: Path) -> None:
         ("blank.txt", b" \n\n ", UsageError, "no text"),
         ("latin.txt", b"caf\xe9 au lait", UsageError, "cannot read"),
         ("bad.jsonl", b'{"text": "a"}\n{"text": ', UsageError, "line 2 is not JSON"),
+        ("deep.jsonl", b"[" * 200_000, UsageError, "line 1 is not JSON"),
         ("list.jsonl", b"[1, 2]\n", UsageError, "line 1 has no text"),
         ("column.jsonl", b'{"body": "a"}\n', UsageError, "no text in column 'text'; it has body"),
         ("number.jsonl", b'{"text": 3}\n', UsageError, "no text in column 'text'"),

@@ -150,3 +150,10 @@ def test_operations_of_a_layer(invoke: Any, monkeypatch: pytest.MonkeyPatch, tmp
     assert records[1]["shape"] == "256 x 128" and records[1]["operations"] == 2 * 5 * 256 * 128
     assert records[1]["bytes"] == 256 * 128 + 5 * (128 + 2 * 256)
     assert all(record["us"] > 0 for record in records) and "bf16_us" in records[0] and "bf16_us" not in records[-1]
+
+
+def test_batches_whose_pages_do_not_fit_are_refused(invoke: Any, config_file: Path) -> None:
+    result = invoke("bench", config_file, *QUICK, "--batch", 10**9)
+    assert result.code == 7
+    assert "the KV pages of 1000000000 sequences of 15 tokens do not fit on cpu" in result.err
+    assert "or fewer" in result.err

@@ -31,6 +31,8 @@ from w4a4.configs import errors
         (FileNotFoundError(errno.ENOENT, "No such file", "/x"), 3),
         (PermissionError(errno.EACCES, "Permission denied", "/x"), 2),
         (OSError(errno.EROFS, "Read-only file system", "/x"), 2),
+        (NotADirectoryError(errno.ENOTDIR, "Not a directory", "/x"), 2),
+        (OSError(errno.ENAMETOOLONG, "File name too long", "/x"), 2),
         (OSError(errno.EIO, "Input/output error", "/x"), 1),
         (ZeroDivisionError("x"), 1),
     ],

@@ -13,6 +13,7 @@ import pytest
 
 from w4a4.cli.main import COMMANDS, w4a4
 
+NO_HINT = ""  # the message says it all
 ENVIRONMENT = {**os.environ, "PYTHONSAFEPATH": "1"}
 
 
@@ -76,6 +77,10 @@ def test_every_option_has_help_and_an_environment_variable() -> None:
         (["quantize", "x", "--sampels", "3"], "--samples", "w4a4 quantize --help"),
         (["quantize"], "Missing argument", "w4a4 quantize --help"),
         (["quantize", "x", "--samples", "0"], "--samples", "w4a4 quantize --help"),
+        (["quantize", "x", "--set", "budget=[1"], "--set budget=[1: the value is no YAML", NO_HINT),
+        (["quantize", "x", "--set", "budget=!!python/name:os.system"], "the value is no YAML", NO_HINT),
+        (["quantize", "x", "--set", "name=\x1b[2J"], r"--set name=\x1b[2J: the value is no YAML", NO_HINT),
+        (["quantize", "x", "--gate-tokens", "1"], "there must be two", "or 0: no gate"),
         (["eval", "x", "--act", "a3"], "--act", "w4a4 eval --help"),
         (["eval", "x", "--fail-if-ppl-above", "nan"], "nan is not a finite number", "w4a4 eval --help"),
         (["generate", "x", "--temperature", "inf"], "inf is not a finite number", "w4a4 generate --help"),
@@ -88,10 +93,10 @@ def test_usage_errors_end_with_2_and_what_to_type(invoke: Any, arguments: list[s
     result = invoke(*arguments)
     assert result.code == 2
     assert result.out == ""
-    message, try_this = result.err.strip().splitlines()
+    message, *try_this = result.err.strip().splitlines()
     assert message.startswith("error: ")
     assert said in message
-    assert try_this == f"  try: {hint}"
+    assert try_this == ([] if hint == NO_HINT else [f"  try: {hint}"])
 
 
 def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:

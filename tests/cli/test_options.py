@@ -50,6 +50,7 @@ def test_each_source_beats_the_ones_below(
         ("zzzzzz: 1\n", "no option 'zzzzzz'", "options: "),
         ("- 1\n", "got list", ""),
         ("a: [\n", "not valid YAML", ""),
+        ("[" * 5000, "not valid YAML", ""),
     ],
 )
 def test_files_that_cannot_be_meant(text: str, said: str, hint: str, tmp_path: Path) -> None:
@@ -58,6 +59,14 @@ def test_files_that_cannot_be_meant(text: str, said: str, hint: str, tmp_path: P
     with pytest.raises(UsageError, match=said) as refused:
         sample.main(args=["--config", str(config)], obj=Console(), standalone_mode=False)
     assert refused.value.hint.startswith(hint)
+
+
+@pytest.mark.parametrize("value", ["[1]", "true", "{a: 1}", "2026-11-30", "\u0663", ".nan"])
+def test_a_number_in_a_file_is_a_number(value: str, tmp_path: Path) -> None:
+    config = tmp_path / "c.yaml"
+    config.write_text(f"seq: {value}\n")
+    with pytest.raises(click.BadParameter, match="is not a"):
+        sample.main(args=["--config", str(config)], obj=Console(), standalone_mode=False)
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

@@ -135,6 +135,19 @@ def test_a_signal_stops_after_a_layer_and_the_same_command_goes_on(
     assert "quantize layer 2/2" in again.err
 
 
+def test_an_output_that_is_there_is_not_touched(invoke: Any, model: Path, text_file: Path) -> None:
+    before = sorted(model.iterdir())
+    for command in ("calibrate", "quantize"):
+        arguments = (command, model, "--data", text_file, *CALIBRATION, "-o")
+        result = invoke(*arguments, model)
+        assert (result.code, "is the source itself" in result.err) == (2, True)
+        result = invoke(*arguments, model.parent)
+        assert (result.code, f"the output {model.parent} exists" in result.err) == (2, True)
+        assert "rm " not in result.err  # it may be anybody's
+        assert invoke(*arguments, "/dev/null/x").code == 2
+    assert sorted(model.iterdir()) == before
+
+
 def test_dry_runs_show_needs_and_write_nothing(invoke: Any, model: Path) -> None:
     for command in ("calibrate", "quantize"):
         result = invoke(command, model, "-o", "out", *CALIBRATION, "--dry-run", "--json")
@@ -200,6 +213,10 @@ def test_generate_streams_text_and_is_repeatable(invoke: Any, packed: Path) -> N
     assert invoke("generate", packed, "a", "b").code == 2
     assert invoke("generate", "nowhere", "a").code == 3
     assert invoke("generate", packed, "hello", "--system", "x").code == 2
+    assert invoke("generate", packed, "\ud800").code == 2  # what Python makes of an argument that is no UTF-8
+    beyond = invoke("generate", packed, "hello", "--max-tokens", 1000)
+    assert (beyond.code, "this model takes 128 of both together" in beyond.err) == (2, True)
+    assert invoke("generate", packed, "hello", "--json").document["num_output_tokens"] <= 123
 
 
 def test_commands_without_a_model_say_what_to_type(invoke: Any) -> None:
