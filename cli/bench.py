@@ -50,7 +50,12 @@ GPU_GEN, CPU_GEN = 128, 32
 )
 @option("--server", metavar="URL", help="Measure the OpenAI-compatible server at URL instead.")
 @option("--num-requests", type=click.IntRange(min=1), default=64, help="With --server: requests in all.")
-@option("--rate", type=float, default=float("inf"), help="With --server: requests per second; default: all at once.")
+@option(
+    "--rate",
+    type=click.FloatRange(min=0, min_open=True),
+    default=float("inf"),
+    help="With --server: requests per second; default: all at once.",
+)
 @option(
     "--dataset",
     type=click.Choice(["random", "chat"]),
@@ -176,16 +181,15 @@ def open_model(
 
 
 def _random_model(console: Console, model: str, device: torch.device) -> tuple[PackedModel, str, dict[str, Any]]:
-    import json
-
     from w4a4.configs.architecture import ModelConfig
+    from w4a4.configs.json_file import read_json_object
     from w4a4.configs.shapes import known_shapes, shape_of
     from w4a4.serve.random_weights import LABEL, RandomModel
 
     path = Path(model)
     file = path / "config.json" if path.is_dir() else path
     if file.is_file():
-        config = ModelConfig.from_hf(json.loads(file.read_bytes()))
+        config = ModelConfig.from_hf(read_json_object(file))
         name = path.resolve().name if path.is_dir() else path.resolve().parent.name
     else:
         found = shape_of(model)

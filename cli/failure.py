@@ -37,7 +37,8 @@ def explain(error: BaseException) -> tuple[str, str, int]:
     if isinstance(error, click.ClickException):
         return error.format_message(), "", 2
     if isinstance(error, KeyboardInterrupt | click.Abort):
-        return "interrupted", str(error), INTERRUPTED
+        cause = error.__cause__ if isinstance(error, click.Abort) else error  # click wraps what Ctrl-C raised
+        return "interrupted", str(cause or ""), INTERRUPTED
     if _is_out_of_memory(error):
         return (
             f"out of memory: {str(error).splitlines()[0] if str(error) else 'an allocation failed'}",

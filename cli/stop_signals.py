@@ -24,7 +24,7 @@ def resumable(function: Callable[Parameters, Result]) -> Callable[Parameters, Re
 
     @wraps(function)
     def run(*arguments: Parameters.args, **options: Parameters.kwargs) -> Result:
-        again = f"{shlex.join(['w4a4', *sys.argv[1:]])}   (goes on from the last whole layer)"
+        again = f"{shlex.join(['w4a4', *sys.argv[1:]])}  # what was finished is kept"
         try:
             return function(*arguments, **options)
         except StoppedError as error:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from w4a4.configs import tokenizer_files
-from w4a4.configs.errors import CheckpointError
+from w4a4.configs.errors import UsageError
 from w4a4.configs.generation_config import read_generation_config
 
 if TYPE_CHECKING:
@@ -123,13 +123,13 @@ class Tokenizer:
 def load_tokenizer(folder: Path, vocab_size: int, *, chat_template: Path | None = None) -> Tokenizer:
     """The tokenizer of a checkpoint folder whose model has `vocab_size` tokens.
 
-    Raises NotFoundError (there is none) or CheckpointError.
+    Raises NotFoundError (there is none), CheckpointError, or UsageError (the template).
     """
     template = None
     if chat_template is not None:
         try:
             template = chat_template.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise CheckpointError(f"{chat_template}: {error}", hint="--chat-template names a Jinja file") from None
+            raise UsageError(f"--chat-template {chat_template}: {error}", hint="name a Jinja file") from None
     eos_ids = read_generation_config(folder).eos_ids
     return Tokenizer(tokenizer_files.load_tokenizer(folder, vocab_size), chat_template=template, eos_ids=eos_ids)

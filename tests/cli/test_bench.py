@@ -81,6 +81,8 @@ def test_csv(invoke: Any, config_file: Path) -> None:
         (("--server", "http://127.0.0.1:9", "--goodput", "ttft:\u0663"), 2, "is not a limit"),
         (("llama3-8b", "--random-weights", "--baseline", "fp4"), 2, "no baseline 'fp4'"),
         (("--server", "http://127.0.0.1:9"), 3, "no server answers"),
+        (("--server", "http://127.0.0.1:9", "--rate", "0"), 2, "0.0 is not in the range x>0"),
+        ((__file__, "--random-weights"), 5, "not JSON"),
         (("--server", "ftp://x"), 2, "not an http URL"),
         (("llama3-8b", "llama3-70b", "--random-weights"), 2, "one model at a time"),
     ],

@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 
+import click
 import pytest
 
 from w4a4.cli.failure import explain
@@ -39,4 +40,15 @@ def test_whatever_stops_a_resumable_command_says_how_to_go_on(
     message, hint, exit_code = explain(stopped.value)
     assert exit_code == code
     assert message in ("interrupted", "stopped after a layer")
-    assert hint.startswith("w4a4 quantize 'a model'   (goes on")
+    assert hint == "w4a4 quantize 'a model'  # what was finished is kept"
+
+
+def test_ctrl_c_says_how_to_go_on_although_click_wraps_it() -> None:
+    @click.command()
+    @resumable
+    def command() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(click.Abort) as stopped:
+        command.main([], standalone_mode=False)
+    assert explain(stopped.value)[1].endswith("# what was finished is kept")

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 from live_server import BOS, EOS, byte_tokenizer
 
-from w4a4.configs.errors import CheckpointError
+from w4a4.configs.errors import CheckpointError, UsageError
 from w4a4.serve.tokenizer import ChatTemplateError, Tokenizer, load_tokenizer
 
 
@@ -68,7 +68,7 @@ def test_a_template_of_ones_own(folder: Path, tmp_path: Path) -> None:
     file.write_text("{% for m in messages %}[{{ m.content }}]{% endfor %}")
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     assert load_tokenizer(folder, 300, chat_template=file).render_chat(messages, add_generation_prompt=True) == "[a][b]"
-    with pytest.raises(CheckpointError, match="nowhere.jinja"):
+    with pytest.raises(UsageError, match="--chat-template .*nowhere.jinja"):
         load_tokenizer(folder, 300, chat_template=tmp_path / "nowhere.jinja")
     with pytest.raises(ChatTemplateError, match="no chat template"):
         Tokenizer(byte_tokenizer(None)).render_chat(messages)
