@@ -20,6 +20,7 @@ from torch import Tensor
 
 from w4a4.kernels.compile_cache import Kernel, load
 from w4a4.kernels.gemm_sm90_variant import Plan, Variant
+from w4a4.kernels.layout import LinearLayout
 from w4a4.kernels.prepack_sm90 import PrepackedLinear
 from w4a4.kernels.tuning_sm90 import choose
 
@@ -33,9 +34,8 @@ def gemm(codes: Tensor, scales: Tensor, linear: PrepackedLinear, out: Tensor | N
 
     Args:
         codes: int8 [T, K], contiguous, 16-byte aligned, K = the linear's in_features (a multiple of 16): the segments
-            side by side in stored order, without padding. Values are those of 4- or 8-bit activations; the kernel
-            does not care which. T >= 0.
-        scales: f32 [T, segments], contiguous.
+            side by side in stored order, without padding, as `lanes` puts them. T >= 0.
+        scales: f32 [T, segments], contiguous; with `lanes`.
         linear: from `prepack`, on the same device.
         out: bf16 [T, N] to write to, contiguous, 16-byte aligned, N a multiple of 8; allocated if None.
     Returns: bf16 [T, N]. Where N is not a multiple of 8 it is a view of a wider tensor.
@@ -72,6 +72,20 @@ def gemm(codes: Tensor, scales: Tensor, linear: PrepackedLinear, out: Tensor | N
     return out if width == layout.out_features else out[:, : layout.out_features]
 
 
+def lanes(codes: Tensor, scales: Tensor, layout: LinearLayout) -> tuple[Tensor, Tensor]:
+    """Codes int8 [T, K] and scales f32 [T, segments] as the GEMM takes them; the quantise kernels write them so.
+
+    4-bit codes stand in the high half of their byte, 16 times their value, and the scale is a sixteenth: the same
+    products, exactly, but the low half never toggles in the multipliers, and power is what bounds a large product.
+    """
+    parts, factors, start = [], [], 0
+    for segment in layout.segments:
+        factors.append(16 if segment.act_bits == 4 else 1)
+        parts.append(codes[:, start : start + segment.width] * factors[-1])
+        start += segment.width
+    return torch.cat(parts, 1), scales / torch.tensor(factors, dtype=torch.float32, device=scales.device)
+
+
 def run(codes: Tensor, scales: Tensor, linear: PrepackedLinear, out: Tensor, plan: Plan) -> None:
     """`gemm` with a given plan and operands that were checked."""
     device = codes.device.index
@@ -83,13 +97,14 @@ def run(codes: Tensor, scales: Tensor, linear: PrepackedLinear, out: Tensor, pla
         linear.words,
         linear.rows.view(-1),
         out,
-        _workspace(device, launch.partial_words),
+        _workspace(device, launch.workspace_words, plan.variant.packs_first),
         launch.clusters,
         launch.whole_tiles,
         min(plan.token_group, launch.token_tiles),
         segments[0].width if len(segments) == 2 else 0,
         launch.steps[0],
         launch.steps[1] if len(segments) == 2 else 0,
+        sum(4 for bits in (segments[0].weight_bits, segments[0].act_bits) if bits == 4),
     )
 
 
@@ -101,7 +116,7 @@ class Launch:
     token_tiles: int
     whole_tiles: int
     steps: tuple[int, ...]  # of each segment
-    partial_words: int
+    workspace_words: int
 
 
 @lru_cache(maxsize=65536)
@@ -133,7 +148,9 @@ def schedule(blocks: tuple[int, ...], row_blocks: int, tokens: int, plan: Plan, 
         token_tiles=token_tiles,
         whole_tiles=whole,
         steps=steps,
-        partial_words=clusters * variant.cluster * variant.warpgroups * variant.partial_words * 128 if shared else 0,
+        workspace_words=clusters * variant.cluster * variant.warpgroups * variant.slot_words * 128
+        if shared or variant.packs_first
+        else 0,
     )
 
 
@@ -159,15 +176,16 @@ def _multiprocessors(device: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-_workspaces: dict[int, list[Tensor]] = {}
+_workspaces: dict[tuple[int, bool], list[Tensor]] = {}
 
 
-def _workspace(device: int, words: int) -> Tensor:
+def _workspace(device: int, words: int, is_scratch: bool) -> Tensor:
     """Where clusters hand over sums: all words are `NOTHING` between launches, the kernel resets what it read.
 
-    Outgrown workspaces are kept: a captured CUDA graph may still use them.
+    `is_scratch`: another one, for words that mean nothing between launches. Outgrown workspaces are kept: a captured
+    CUDA graph may still use them.
     """
-    held = _workspaces.setdefault(device, [])
+    held = _workspaces.setdefault((device, is_scratch), [])
     if not held or held[-1].numel() < words:
         held.append(torch.full((max(words, 4),), -(2**31), dtype=torch.int32, device=f"cuda:{device}"))
     return held[-1]

@@ -6,11 +6,12 @@ bulk copies for the prepacked weights of `prepack_sm90`), the warpgroups unpack 
 
 Work: the grid is persistent. A tile is rows x tokens over all of K. The first `whole_tiles` tiles go round robin to the
 clusters; what is left is cut, over tiles and K, into equal runs of K steps, one run per cluster (stream-K). Clusters
-that share a tile hand their int32 sums to the one that has its first step: integers, so the result is bit-identical in
-every run. That cluster waits for the others, so all clusters of a launch must fit on the GPU: the host sees to it.
+that share a tile hand their int32 sums to the one that has its last step: integers, so the result is bit-identical in
+every run. (The first steps are the first segment's: where there are two, most of what is handed over is one of them.)
+That cluster waits for the others, so all clusters of a launch must fit on the GPU: the host sees to it.
 
 Two segments keep two accumulators and meet in the epilogue in float32, each with its own pair of scales. Where these do
-not fit in registers (`packs_first`) the first segment's sums wait as float16, exact up to 2**11, else to 2**-12.
+not fit in registers (`packs_first`) the first segment's sums wait in 16 bits, and what is wider in the workspace too.
 
 Importing this module imports the DSL; only `gemm_sm90` does, when it compiles.
 """
@@ -30,7 +31,6 @@ from w4a4.kernels.gemm_sm90_variant import Variant
 
 K_BLOCK = 128  # columns of one activation tile: a full 128-byte swizzle row
 NOTHING = -(2**31)  # a sum that cannot be: marks a word of the workspace as not yet written
-PACK = 2.0**-16  # brings any int32 into float16's range; sums up to 2**11 stay exact
 HIGH_NIBBLES = -252645136  # 0xF0F0F0F0
 WEIGHTS_ONCE = 0x12F0000000000000  # L2 policy evict_first: no other cluster will read them
 WEIGHTS_AGAIN = 0x1000000000000000  # evict_normal
@@ -57,6 +57,7 @@ class GemmKernel:
         first_width: Int32,  # columns of the first segment as the activations have them
         first_steps: Int32,  # K steps of each segment, padding included
         second_steps: Int32,
+        first_shift: Int32,  # the first segment's products are multiples of 2**first_shift
         stream: Any,
     ) -> None:
         v = self.variant
@@ -111,6 +112,7 @@ class GemmKernel:
             first_width,
             first_steps,
             second_steps,
+            first_shift,
         ).launch(
             grid=[num_clusters * v.cluster, 1, 1],
             block=[v.threads, 1, 1],
@@ -139,6 +141,7 @@ class GemmKernel:
         first_width: Int32,
         first_steps: Int32,
         second_steps: Int32,
+        first_shift: Int32,
     ) -> None:
         v = self.variant
         thread, _, _ = cute.arch.thread_idx()
@@ -277,6 +280,10 @@ class GemmKernel:
             rows_smem = storage.rows.get_tensor(cute.make_layout((4, 64, v.row_blocks), stride=(1, 4, 256)))
             y_smem = storage.y.get_tensor(y_layout.outer, swizzle=y_layout.inner)
             y_base = storage.y.data_ptr().toint()
+            wide = Int64(0)
+            is_wide = Int32(0)
+            if cutlass.const_expr(v.packs_first):
+                wide = self.slot(partials, cluster, rank, consumer, lane)
             stage = Int32(0)
             phase = Int32(0)
             for item in cutlass.range(num_items, unroll=1):
@@ -284,22 +291,17 @@ class GemmKernel:
                 token_tile, row_tile = self.place(tile, token_group, token_tiles, row_tiles)
                 row_block = (row_tile * v.cluster + rank) * v.row_blocks
                 self.fetch_scales(token_scales, rows, scales_smem, rows_smem, token_tile, row_block, consumer, lane)
-                accumulators[0].fill(0)
+                if cutlass.const_expr(v.packs_first):
+                    accumulators[0].fill(Int32(2**15) << first_shift)
+                else:
+                    accumulators[0].fill(0)
                 stage, phase = self.accumulate(
                     0, cutlass.max(cutlass.min(stop, first_steps) - start, 0), tiled_mma, fragments, b_fragment,
                     accumulators[0], words_smem, full, empty, stage, phase, consumer, lane,
                 )  # fmt: skip
                 if cutlass.const_expr(v.segments == 2):
                     if cutlass.const_expr(v.packs_first):
-                        for pair in cutlass.range_constexpr(cute.size(packed)):
-                            packed[pair] = cute.arch.inline_ptx(
-                                "cvt.rn.f16x2.f32 {$w0}, {$r1}, {$r0};",
-                                write_only_types=[Int32],
-                                read_only_args=[
-                                    Float32(accumulators[0][2 * pair]) * PACK,
-                                    Float32(accumulators[0][2 * pair + 1]) * PACK,
-                                ],
-                            )
+                        is_wide = self.pack(accumulators[0], packed, first_shift, wide)
                     accumulators[1].fill(0)
                     stage, phase = self.accumulate(
                         1, cutlass.max(stop - cutlass.max(start, first_steps), 0), tiled_mma, fragments, b_fragment,
@@ -314,10 +316,18 @@ class GemmKernel:
                             run, cluster, rank, consumer, lane,
                         )  # fmt: skip
                 if is_complete == 1:
-                    self.store(
-                        accumulators, packed, scales_smem, rows_smem, y_smem, y_base, y_atom, y_tma, token_tile,
-                        row_block, consumer, lane,
-                    )  # fmt: skip
+                    unit = Float32(Int32(1) << first_shift)
+                    if cutlass.const_expr(v.packs_first):
+                        if is_wide == 1:
+                            self.store(
+                                True, accumulators, packed, wide, unit, scales_smem, rows_smem, y_smem, y_base, y_atom,
+                                y_tma, token_tile, row_block, consumer, lane,
+                            )  # fmt: skip
+                    if is_wide == 0:
+                        self.store(
+                            False, accumulators, packed, wide, unit, scales_smem, rows_smem, y_smem, y_base, y_atom,
+                            y_tma, token_tile, row_block, consumer, lane,
+                        )  # fmt: skip
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     # Where the work is. Every warp computes the same list, so none is passed around.
@@ -361,14 +371,17 @@ class GemmKernel:
         cluster: Int32,
         num_clusters: Int32,
     ):  # type: ignore[no-untyped-def]
-        """The item-th piece of this cluster's work: tile, first step, step after the last. Shared tiles come first."""
+        """The item-th piece of this cluster's work: tile, first step, step after the last. Shared tiles come first.
+
+        They come last to first: what others wait for is done before waiting for others.
+        """
         start = Int32(0)
         stop = steps
         if cutlass.const_expr(self.variant.shares_tiles):
             run_start, run_stop, first_tile, num_shared, _, _ = run
             tile = cluster + (item - num_shared) * num_clusters
             if item < num_shared:
-                shared = first_tile + item
+                shared = first_tile + num_shared - 1 - item
                 start = cutlass.max(run_start - shared * steps, 0)
                 stop = cutlass.min(run_stop - shared * steps, steps)
                 tile = whole_tiles + shared
@@ -632,6 +645,60 @@ class GemmKernel:
                 )
         warpgroup.commit_group()
 
+    # First sums of a tile that has no registers for two of each
+
+    @cute.jit
+    def pack(self, sums: cute.Tensor, packed: cute.Tensor, shift: Int32, address: Int64):  # type: ignore[no-untyped-def]
+        """Sums of the first segment, in units of 2**shift, as 16 bits each; 1 if one of this warp needs more.
+
+        They come with an offset of 2**15 units, so the low 16 bits of what fits are all there is of it. Where something
+        does not fit, the bits above wait in the workspace.
+        """
+        above = Int32(0)
+        for pair in cutlass.range_constexpr(cute.size(packed)):
+            above = above | sums[2 * pair] | sums[2 * pair + 1]
+        is_wide = Int32(0)
+        if cute.arch.vote_any_sync((above >> (shift + 16)) != 0):
+            is_wide = Int32(1)
+            for q in cutlass.range_constexpr(cute.size(packed) // 4):
+                words = [
+                    ((sums[2 * pair] >> (shift + 16)) & Int32(0xFFFF)) | (sums[2 * pair + 1] >> (shift + 16) << 16)
+                    for pair in range(4 * q, 4 * q + 4)
+                ]
+                cute.arch.inline_ptx(
+                    "st.relaxed.gpu.global.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+                    read_only_args=[address + q * 2048, *words],
+                )
+        for pair in cutlass.range_constexpr(cute.size(packed)):
+            packed[pair] = cute.arch.inline_ptx(
+                "{.reg .b32 l, h; shr.u32 l, {$r0}, {$r2}; shl.b32 h, {$r1}, {$r3}; prmt.b32 {$w0}, l, h, 0x7610;}",
+                write_only_types=[Int32],
+                read_only_args=[sums[2 * pair], sums[2 * pair + 1], shift, 16 - shift],
+            )
+        return is_wide
+
+    @cute.jit
+    def unpack(self, word: Int32):  # type: ignore[no-untyped-def]
+        """The two sums of a packed word as floats: 16 bits under the exponent of 2**23, less that and the offset."""
+        return cute.arch.inline_ptx(
+            "{.reg .b32 l, h; prmt.b32 l, {$r0}, 0x4B000000, 0x7410; prmt.b32 h, {$r0}, 0x4B000000, 0x7432; "
+            "add.f32 {$w0}, l, 0fCB008000; add.f32 {$w1}, h, 0fCB008000;}",
+            write_only_types=[Float32, Float32],
+            read_only_args=[word],
+        )
+
+    @cute.jit
+    def widen(self, sums: cute.Tensor, address: Int64, pair: cutlass.Constexpr) -> None:
+        """Add what `pack` left in the workspace to four sums: exact, and rounded once, as an int32 would be."""
+        words = cute.arch.inline_ptx(
+            "ld.relaxed.gpu.global.v2.b32 {{$w0}, {$w1}}, [{$r0}];",
+            write_only_types=[Int32, Int32],
+            read_only_args=[address + (pair // 4 * 2048 + pair % 4 * 4)],
+        )
+        for half in cutlass.range_constexpr(2):
+            sums[2 * half, 0] = Float32(words[half] << 16 >> 16) * 65536.0 + sums[2 * half, 0]
+            sums[2 * half + 1, 0] = Float32(words[half] >> 16) * 65536.0 + sums[2 * half + 1, 0]
+
     # Tiles that several clusters share
 
     @cute.jit
@@ -650,33 +717,33 @@ class GemmKernel:
         consumer: Int32,
         lane: Int32,
     ):  # type: ignore[no-untyped-def]
-        """Join the sums of a shared tile; 1 for the cluster that has its first step and now all sums, 0 for the others.
+        """Join the sums of a shared tile; 1 for the cluster that has its last step and now all sums, 0 for the others.
 
-        Which cluster has which shared steps is known (`run_start`), and a cluster begins at most once inside a tile:
-        one slot each. A thread reads exactly the words that its counterpart wrote, and a word says by itself whether it
-        is there, so neither fences nor counters are needed. Nobody waits in a circle: who waits holds a tile's first
-        step, who is waited for a later one.
+        Which cluster has which shared steps is known (`run_start`), and a cluster ends at most once inside a tile: one
+        slot each. A thread reads exactly the words that its counterpart wrote, and a word says by itself whether it is
+        there, so neither fences nor counters are needed. Nobody waits in a circle: who waits holds a tile's last step,
+        who is waited for an earlier one, and that comes first in its work.
         """
         v = self.variant
         is_owner = Int32(0)
-        if start > 0:
+        if stop < steps:
             mine = self.slot(partials, cluster, rank, consumer, lane)
             for segment in cutlass.range_constexpr(v.segments):
                 if self.touches(segment, start, stop, first_steps):
                     self.hand_over(accumulators[segment], mine + segment * v.segment_slot_bytes)
         else:
             is_owner = Int32(1)
-            _, run_stop, _, _, length, longer = run
-            other = cluster + 1
-            their_start = run_stop - tile_start
-            while their_start < steps:
-                their_stop = cutlass.min(self.run_start(other + 1, length, longer) - tile_start, steps)
+            _, _, _, _, length, longer = run
+            other = cluster - 1
+            their_stop = start
+            while their_stop > 0:
+                their_start = cutlass.max(self.run_start(other, length, longer) - tile_start, 0)
                 theirs = self.slot(partials, other, rank, consumer, lane)
                 for segment in cutlass.range_constexpr(v.segments):
                     if self.touches(segment, their_start, their_stop, first_steps):
                         self.take_over(accumulators[segment], theirs + segment * v.segment_slot_bytes)
-                their_start = their_stop
-                other += 1
+                their_stop = their_start
+                other -= 1
         return is_owner
 
     @cute.jit
@@ -731,7 +798,7 @@ class GemmKernel:
         """Address of one thread's first 16-byte word in a cluster's slot; its next ones are 128 threads further on."""
         v = self.variant
         index = (cluster * v.cluster + rank) * v.warpgroups + consumer
-        return partials.iterator.toint() + (index.to(Int64) * (v.partial_words * 128) + lane * 4) * 4
+        return partials.iterator.toint() + (index.to(Int64) * (v.slot_words * 128) + lane * 4) * 4
 
     @cute.jit
     def sync(self, consumer: Int32) -> None:
@@ -742,8 +809,11 @@ class GemmKernel:
     @cute.jit
     def store(
         self,
+        is_wide: cutlass.Constexpr,
         accumulators: cutlass.Constexpr,
         packed: cute.Tensor,
+        wide: Int64,
+        unit: Float32,
         scales_smem: cute.Tensor,
         rows_smem: cute.Tensor,
         y_smem: cute.Tensor,
@@ -755,16 +825,24 @@ class GemmKernel:
         consumer: Int32,
         lane: Int32,
     ) -> None:
-        """Scale, round, transpose through shared memory, and let TMA store while the next tile is multiplied."""
+        """Scale, round, transpose through shared memory, and let TMA store while the next tile is multiplied.
+
+        Token scales are loaded some columns ahead: a load cannot pass the `stmatrix` before it.
+        """
         v = self.variant
         warp = lane // 32
         quad_row = lane % 32 // 4
-        quad = lane % 4
         # stmatrix: lane l addresses row l % 8 of matrix l / 8; matrices are (rows 0-7 | rows 8-15) x (8 | 8 tokens)
         matrix = lane % 32 // 8
         chunk = (warp * 2 + matrix % 2) ^ (lane % 8)
         address = y_base.to(Int32) + (matrix // 2 * 8 + lane % 8) * 128 + chunk * 16
+        scales_address = scales_smem.iterator.toint().to(Int32) + lane % 4 * (8 * v.segments)
         blocks = v.blocks_per_warpgroup
+        columns = v.store_tokens // 8
+        ahead = min(8 // v.segments, blocks * v.store_chunks * columns)
+        scales = []
+        low = cute.make_rmem_tensor(4, Float32)
+        high = cute.make_rmem_tensor(4, Float32)
         for chunk_index in cutlass.range_constexpr(blocks * v.store_chunks):
             m = chunk_index // v.store_chunks
             part = chunk_index % v.store_chunks
@@ -774,20 +852,18 @@ class GemmKernel:
                 if lane < 32:
                     cute.arch.cp_async_bulk_wait_group(0 if chunk_index == 0 else v.store_buffers - 1, read=True)
                 self.sync(consumer)
-            low = cute.make_rmem_tensor(4, Float32)
-            high = cute.make_rmem_tensor(4, Float32)
-            cute.autovec_copy(rows_smem[None, warp * 16 + quad_row, b], low)
-            cute.autovec_copy(rows_smem[None, warp * 16 + quad_row + 8, b], high)
-            if cutlass.const_expr(v.packs_first):
-                low[0] = low[0] * (1 / PACK)
-                high[0] = high[0] * (1 / PACK)
+            if cutlass.const_expr(chunk_index == 0):
+                scales = [self.token_scales(scales_address, column) for column in range(ahead)]
+            if cutlass.const_expr(part == 0):
+                cute.autovec_copy(rows_smem[None, warp * 16 + quad_row, b], low)
+                cute.autovec_copy(rows_smem[None, warp * 16 + quad_row + 8, b], high)
+                if cutlass.const_expr(v.packs_first):
+                    low[0] = low[0] * unit
+                    high[0] = high[0] * unit
             target = address + buffer * (v.store_tokens * 128)
-            for j in cutlass.range_constexpr(v.store_tokens // 8):
-                token = part * v.store_tokens + j * 8 + quad * 2
-                rounded = cute.make_rmem_tensor(4, BFloat16)
-                scales = cute.make_rmem_tensor(2 * v.segments, Float32)
-                cute.autovec_copy(self.pair(scales_smem, token), scales)
-                index = 4 * (m * (v.tokens // 8) + part * (v.store_tokens // 8) + j)
+            for j in cutlass.range_constexpr(columns):
+                column = part * columns + j
+                index = 4 * (m * (v.tokens // 8) + column)
                 sums = cute.make_rmem_tensor((4, v.segments), Float32)
                 for segment in cutlass.range_constexpr(v.segments):
                     for e in cutlass.range_constexpr(4):
@@ -795,19 +871,20 @@ class GemmKernel:
                             sums[e, segment] = Float32(accumulators[segment][index + e])
                 if cutlass.const_expr(v.packs_first):
                     for half in cutlass.range_constexpr(2):
-                        sums[2 * half, 0], sums[2 * half + 1, 0] = cute.arch.inline_ptx(
-                            "{.reg .b16 l, h; mov.b32 {l, h}, {$r0}; cvt.f32.f16 {$w0}, l; cvt.f32.f16 {$w1}, h;}",
-                            write_only_types=[Float32, Float32],
-                            read_only_args=[packed[index // 2 + half]],
-                        )
+                        sums[2 * half, 0], sums[2 * half + 1, 0] = self.unpack(packed[index // 2 + half])
+                    if cutlass.const_expr(is_wide):
+                        self.widen(sums, wide, index // 2)
+                rounded = cute.make_rmem_tensor(4, BFloat16)
+                of_tokens = scales.pop(0)
                 for e in cutlass.range_constexpr(4):
                     row = low if e < 2 else high
                     value = row[2]
                     for segment in cutlass.range_constexpr(v.segments):
                         s = v.segments - 1 - segment
-                        scale = row[s] * scales[e % 2 * v.segments + s]
-                        value = value + sums[e, s] * scale
+                        value = value + sums[e, s] * (row[s] * of_tokens[e % 2 * v.segments + s])
                     rounded[e] = value.to(BFloat16)
+                if cutlass.const_expr(index // 4 + ahead < blocks * (v.tokens // 8)):
+                    scales.append(self.token_scales(scales_address, (column + ahead) % (v.tokens // 8)))
                 pair = cute.recast_tensor(rounded, Int32)
                 if cutlass.const_expr(v.store_tokens == 8):
                     cute.arch.inline_ptx(
@@ -836,11 +913,15 @@ class GemmKernel:
                 cute.arch.cp_async_bulk_commit_group()
 
     @cute.jit
-    def pair(self, scales_smem: cute.Tensor, token: Int32):  # type: ignore[no-untyped-def]
-        """The scales of two neighbouring tokens."""
-        size = 2 * self.variant.segments
-        start = scales_smem.iterator + token * self.variant.segments
-        return cute.make_tensor(start.align(4 * size), cute.make_layout(size))
+    def token_scales(self, address: Int32, column: cutlass.Constexpr):  # type: ignore[no-untyped-def]
+        """The scales of this thread's two tokens among the eight of a column: segment by segment, token by token."""
+        count = 2 * self.variant.segments
+        names = ", ".join(f"{{$w{i}}}" for i in range(count))
+        return cute.arch.inline_ptx(
+            f"ld.shared.v{count}.f32 {{{names}}}, [{{$r0}}];",
+            write_only_types=[Float32] * count,
+            read_only_args=[address + column * (32 * self.variant.segments)],
+        )
 
 
 def compile_kernel(variant: Variant) -> Any:
@@ -863,6 +944,7 @@ def compile_kernel(variant: Variant) -> Any:
         Int32(1),
         Int32(0),
         Int32(1),
+        Int32(0),
         Int32(0),
         make_fake_stream(use_tvm_ffi_env_stream=True),
         options="--enable-tvm-ffi",

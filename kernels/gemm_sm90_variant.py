@@ -23,8 +23,8 @@ class Variant:
     overlap_launch:     start while the previous kernel drains (programmatic dependent launch)
     weights_once:       weights leave L2 first: right where every weight is read by one cluster only
     looks_ahead:        unpack a K step while the one before is multiplied; doubles the registers of weights
-    packs_first:        keep the first segment's sums as float16 while the second is multiplied, so that a tile of 256
-                        tokens fits in registers
+    packs_first:        keep the first segment's sums in 16 bits while the second is multiplied, so that a tile of 256
+                        tokens fits in registers; what does not fit in 16 bits waits in the workspace
     shares_tiles:       several clusters may work on one tile along K
     l2_steps:           K steps of weights, beyond the pipeline, fetched into L2 before the previous kernel ends
     """
@@ -52,7 +52,7 @@ class Variant:
         if self.packs_first and self.segments != 2:
             raise ValueError(f"{self.name} has no second segment")
         if self.packs_first and self.shares_tiles:
-            raise ValueError(f"{self.name} cannot share tiles: float16 sums do not add exactly")
+            raise ValueError(f"{self.name} cannot share tiles: it has no room for the sums of two segments")
 
     @property
     def name(self) -> str:
@@ -126,6 +126,11 @@ class Variant:
     def partial_words(self) -> int:
         """int32 sums of one thread."""
         return self.segments * self.tokens // 2 * self.blocks_per_warpgroup
+
+    @property
+    def slot_words(self) -> int:
+        """Words of one thread in the workspace: its sums, or with `packs_first` the high halves of the first ones."""
+        return self.partial_words // 4 if self.packs_first else self.partial_words
 
     @property
     def moves_registers(self) -> bool:

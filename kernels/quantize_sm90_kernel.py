@@ -31,6 +31,7 @@ from w4a4.kernels.quantize_sm90_variant import VECTOR, VECTORS, QuantizeVariant
 
 WORDS = VECTOR // 2
 LOG2_E = 1.4426950408889634
+NIBBLES_UP = -252645136  # 0xF0F0F0F0
 
 
 class QuantizeKernel:
@@ -168,25 +169,27 @@ class QuantizeKernel:
             bounds = self.reduce(squares, first_max, second_max, partials, slot, thread, True)
             if cutlass.const_expr(not v.is_normed or v.permuted):
                 self.refill(x, residual, storage, full, stage, row, grid, tokens, rank, local_thread)
-            # 1 / sqrt(block) is left out of the values and put into the scales: codes are values / (scale without it).
-            factor = Float32(v.hadamard**-0.5)
             first_scale = self.scale(v.bits[0], bounds[1], bounds[0], first_width, clip_absmax, clip_rms)
             second_scale = first_scale
             if cutlass.const_expr(len(v.bits) == 2):
                 second_scale = self.scale(v.bits[1], bounds[2], bounds[0], first_width, clip_absmax, clip_rms)
             self.write(values, codes, first_scale, second_scale, first_width, row, thread)
-            if cutlass.const_expr(v.hadamard > 1):
-                first_scale = first_scale * factor
-                second_scale = second_scale * factor
             if thread == 0:
-                scales[row, 0] = first_scale
+                scales[row, 0] = first_scale * Float32(self.lane_scale(0))
                 if cutlass.const_expr(len(v.bits) == 2):
-                    scales[row, 1] = second_scale
+                    scales[row, 1] = second_scale * Float32(self.lane_scale(1))
             slot = 1 - slot
             stage = stage + 1
             if stage == v.stages:
                 stage = Int32(0)
                 phase = 1 - phase
+
+    def lane_scale(self, segment: int) -> float:
+        """What a stored scale has beside the scale that made the codes.
+
+        1 / sqrt(block) of the Hadamard is left out of the values, and 4-bit codes stand in the high half of a byte.
+        """
+        return self.variant.hadamard**-0.5 / (16 if self.variant.bits[segment] == 4 else 1)
 
     # Where things are
 
@@ -569,7 +572,7 @@ class QuantizeKernel:
         row: Int32,
         thread: Int32,
     ) -> None:
-        """Round, clamp, pack four codes to a word, two words to a store."""
+        """Round, clamp, pack four codes to a word, two words to a store; 4-bit codes to the high half of their byte."""
         v = self.variant
         out = cute.make_tensor(
             codes.iterator,
@@ -577,8 +580,11 @@ class QuantizeKernel:
         )
         first_inverse = inverse(first_scale)
         second_inverse = inverse(second_scale)
+        shifts = [4 if bits == 4 else 0 for bits in v.bits]
+        kept = [NIBBLES_UP if bits == 4 else -1 for bits in v.bits]  # a shifted byte's sign would enter the next one
         for j in cutlass.range_constexpr(VECTORS):
             channel = self.channel(thread, j)
+            shift, mask = Int32(shifts[0]), Int32(kept[0])
             factor = first_inverse
             low = Float32(-8.0 if v.bits[0] == 4 else -127.0)
             high = Float32(7.0 if v.bits[0] == 4 else 127.0)
@@ -587,10 +593,13 @@ class QuantizeKernel:
                     factor = second_inverse
                     low = Float32(-8.0 if v.bits[1] == 4 else -127.0)
                     high = Float32(7.0 if v.bits[1] == 4 else 127.0)
+                    shift, mask = Int32(shifts[1]), Int32(kept[1])
             words = cute.make_rmem_tensor((2,), Int32)
             for half in cutlass.range_constexpr(2):
                 scaled = [values[4 * half + e, j] * factor for e in range(4)]
                 words[half] = packed(scaled, low, high)
+                if cutlass.const_expr(max(shifts) > 0):
+                    words[half] = (words[half] << shift) & mask
             if v.is_full or channel < v.channels:
                 cute.autovec_copy(words, out[None, channel // VECTOR, row])
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from w4a4.kernels import prepack_sm90, quantize_sm90
-from w4a4.kernels.gemm_sm90 import gemm
+from w4a4.kernels.gemm_sm90 import gemm, lanes
 from w4a4.kernels.layout import LinearLayout
 from w4a4.kernels.prepack_sm90 import PrepackedLinear, prepack
 from w4a4.kernels.quantize_sm90_variant import unsupported as unquantizable
@@ -64,7 +64,7 @@ def prepare_weights(
 def quantize(x: Tensor, layout: LinearLayout, perm: Tensor | None) -> QuantizedActivation:
     """Quantise x bf16 [T, K]."""
     if unquantizable(layout):
-        return _rounded(quantize_reference(x.float(), layout, perm))
+        return _in_lanes(quantize_reference(x.float(), layout, perm), layout)
     codes, scales = quantize_sm90.quantize(x, layout, perm)
     return QuantizedActivation(codes, scales, None, None)
 
@@ -76,7 +76,7 @@ def rmsnorm_quantize(
     if unquantizable(layout):
         hidden = x if residual is None else x + residual
         normalized = rms_norm(hidden.float(), None if weight is None else weight.float(), eps)
-        return hidden, _rounded(quantize_reference(normalized, layout, perm))
+        return hidden, _in_lanes(quantize_reference(normalized, layout, perm), layout)
     hidden, codes, scales = quantize_sm90.rmsnorm_quantize(x, residual, weight, eps, layout, perm)
     return hidden, QuantizedActivation(codes, scales, None, None)
 
@@ -85,12 +85,15 @@ def silu_mul_quantize(gate_up: Tensor, layout: LinearLayout, perm: Tensor | None
     """The `quantize` of silu(gate) * up, float32 between."""
     if unquantizable(layout):
         gate, up = gate_up.float().chunk(2, dim=1)
-        return _rounded(quantize_reference(torch.nn.functional.silu(gate) * up, layout, perm))
+        return _in_lanes(quantize_reference(torch.nn.functional.silu(gate) * up, layout, perm), layout)
     codes, scales = quantize_sm90.silu_mul_quantize(gate_up, layout, perm)
     return QuantizedActivation(codes, scales, None, None)
 
 
-def _rounded(activation: QuantizedActivation) -> QuantizedActivation:
+def _in_lanes(activation: QuantizedActivation, layout: LinearLayout) -> QuantizedActivation:
+    """What PyTorch quantised, as the GEMM takes it; 16-bit channels rounded."""
+    if prepack_sm90.unsupported(layout) is None:
+        return QuantizedActivation(*lanes(activation.codes, activation.scales, layout), None, None)
     rest = activation.unquantized
     return QuantizedActivation(
         activation.codes, activation.scales, activation.zeros, None if rest is None else rest.to(OUT_DTYPE)

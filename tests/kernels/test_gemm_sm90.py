@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from w4a4.kernels.gemm_sm90 import gemm, run
+from w4a4.kernels.gemm_sm90 import gemm, lanes, run
 from w4a4.kernels.gemm_sm90_variant import Plan
 from w4a4.kernels.layout import LinearLayout, Segment
 from w4a4.kernels.prepack_sm90 import PrepackedLinear, prepack
@@ -21,6 +21,7 @@ LAYOUTS = {
     "one block": (Segment(128, 4, 4),),
     "dual": DUAL,
     "dual long": (Segment(3584, 4, 4), Segment(512, 8, 8)),
+    "dual under int8 activations": (Segment(3584, 8, 4), Segment(512, 8, 8)),
     "int4 under int8 activations": (Segment(384, 4, 4), Segment(128, 8, 4)),
     "w8a8": (Segment(384, 8, 8),),
 }
@@ -35,8 +36,13 @@ class Case:
     slack: Tensor  # float64 [T, N]: what float32 arithmetic of the epilogue may be off by
 
 
-def make_case(segments: tuple[Segment, ...], tokens: int, rows: int, unit: bool = False, seed: int = 0) -> Case:
-    """Random operands over their whole range; `unit`: scales 1 and codes so small that bf16 holds every result."""
+def make_case(
+    segments: tuple[Segment, ...], tokens: int, rows: int, unit: bool = False, aligned: bool = False, seed: int = 0
+) -> Case:
+    """Random operands over their whole range.
+
+    `unit`: scales 1 and codes so small that bf16 holds every result. `aligned`: none negative, so that sums are large.
+    """
     generator = torch.Generator("cuda").manual_seed(seed)
 
     def integers(bound: int, *shape: int) -> Tensor:
@@ -48,6 +54,8 @@ def make_case(segments: tuple[Segment, ...], tokens: int, rows: int, unit: bool 
     if unit:  # 128 nonzero products at most: results in [0, 128]
         for code in codes:
             code[:, 128 // len(codes) :] = 0
+    if aligned:
+        codes, weights = [code.clamp(min=0) for code in codes], [weight.clamp(min=0) for weight in weights]
     ones = torch.ones(tokens, rows, dtype=torch.float64, device="cuda")
     scales = torch.rand(tokens, len(segments), generator=generator, device="cuda") + 0.5
     weight_scales = torch.rand(rows, len(segments), generator=generator, device="cuda") + 0.5
@@ -61,22 +69,31 @@ def make_case(segments: tuple[Segment, ...], tokens: int, rows: int, unit: bool 
         part = (code.double() @ weight.double().T) * scales[:, i, None].double() * weight_scales[:, i].double()
         exact, magnitude = exact + part, magnitude + part.abs()
     return Case(
-        torch.cat(codes, 1),
-        scales,
+        *lanes(torch.cat(codes, 1), scales, layout),
         prepack(layout, tuple(weights), weight_scales, None if unit else bias, "cuda"),
         exact,
-        magnitude * 2.0 ** (-11.9 if choose(layout_bits(segments), rows, 0, tokens).variant.packs_first else -21),
+        magnitude * 2.0**-21,
     )
-
-
-def layout_bits(segments: tuple[Segment, ...]) -> tuple[int, ...]:
-    return tuple(segment.weight_bits for segment in segments)
 
 
 def check(y: Tensor, case: Case) -> None:
     """Half a unit in bf16's last place (2**-8 relative at worst) plus float32 slack, everywhere."""
     error = (y.double() - case.exact).abs()
     assert bool((error <= case.exact.abs() * 2.0**-8 + case.slack).all()), float(error.max())
+
+
+def test_lanes_hold_the_same_products() -> None:
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randint(-8, 8, (3, 576), generator=generator, dtype=torch.int8)
+    codes[:, 448:] *= 15
+    scales = torch.rand(3, 2, generator=generator)
+    moved, moved_scales = lanes(codes, scales, LinearLayout(8, DUAL))
+    assert moved.dtype == torch.int8
+    assert torch.equal(moved[:, 448:], codes[:, 448:]) and torch.equal(moved_scales[:, 1], scales[:, 1])
+    assert torch.equal(moved[:, :448].int(), codes[:, :448].int() * 16)
+    assert torch.equal(moved_scales[:, 0] * 16, scales[:, 0])
+    a8 = LinearLayout(8, DUAL).at("a8")
+    assert all(torch.equal(a, b) for a, b in zip(lanes(codes, scales, a8), (codes, scales), strict=True))
 
 
 @pytest.mark.gpu
@@ -121,6 +138,24 @@ def test_every_way_to_share_tiles_gives_the_same_bits(name: str, tokens: int, sh
     for _ in range(5):
         out = torch.full_like(expected, float("nan"))
         run(case.codes, case.scales, case.linear, out, Plan(variant, 3, share))  # type: ignore[arg-type]
+        assert torch.equal(out, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["dual long", "dual under int8 activations", "int4 under int8 activations"])
+@pytest.mark.parametrize("aligned", [False, True])
+def test_a_result_does_not_depend_on_the_tile(name: str, aligned: bool) -> None:
+    """Tiles of 256 tokens keep a segment's sums in 16 bits, larger ones elsewhere too: the bits of an int32 sum."""
+    case = make_case(LAYOUTS[name], 700, 1088, aligned=aligned)
+    bits = case.linear.weight_bits
+    small, large = (choose(bits, 1088, 0, tokens) for tokens in (100, 700))
+    assert large.variant.packs_first and not small.variant.packs_first
+    expected = torch.empty(700, 1088, dtype=torch.bfloat16, device="cuda")
+    run(case.codes, case.scales, case.linear, expected, small)
+    check(expected, case)
+    for _ in range(3):
+        out = torch.full_like(expected, float("nan"))
+        run(case.codes, case.scales, case.linear, out, large)
         assert torch.equal(out, expected)
 
 

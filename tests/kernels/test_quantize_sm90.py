@@ -11,6 +11,7 @@ from torch import Tensor
 
 from w4a4.kernels import quantize_sm90
 from w4a4.kernels.compile_cache import compile_to
+from w4a4.kernels.gemm_sm90 import lanes
 from w4a4.kernels.layout import LinearLayout, Segment
 from w4a4.kernels.quantize_sm90_variant import QuantizeVariant, Source, for_few_rows, unsupported, variant_of
 from w4a4.kernels.reference import block_hadamard, quantize_activation, rms_norm
@@ -196,18 +197,21 @@ def test_equals_the_reference(name: str, tokens: int) -> None:
         hidden = x if residual is None else x + residual
         wide = rms_norm(hidden.float(), None if weight is None else weight.float(), EPS)
     expected = quantize_activation(wide, layout, perm)
+    expected_codes, expected_scales = lanes(expected.codes, expected.scales, layout)
     hidden_out, codes, scales = run(case, x, residual, weight, perm)
     if residual is not None:
         assert hidden_out is not None and torch.equal(hidden_out.cpu(), x + residual)
     codes, scales = codes.cpu(), scales.cpu()
     if case.source == "plain" and not case.variant.rms_clip and layout.hadamard == 1:
-        assert torch.equal(scales, expected.scales)
-        assert torch.equal(codes, expected.codes)
+        assert torch.equal(scales, expected_scales)
+        assert torch.equal(codes, expected_codes)
         return
-    assert torch.allclose(scales, expected.scales, rtol=1e-5 if case.source != "silu" else 1e-4, atol=0)
-    difference = (codes.int() - expected.codes.int()).abs()
-    assert difference.max() <= 1
-    assert difference.float().mean() < 1e-3
+    assert torch.allclose(scales, expected_scales, rtol=1e-5 if case.source != "silu" else 1e-4, atol=0)
+    units = lanes(torch.ones_like(codes), expected.scales, layout)[0]
+    difference = (codes.int() - expected_codes.int()).abs()
+    assert (difference % units == 0).all()  # nothing in the low half of a 4-bit lane
+    assert (difference <= units).all()
+    assert (difference > 0).float().mean() < 1e-3
 
 
 @pytest.mark.gpu

@@ -51,5 +51,5 @@ def test_impossible_tiles_are_refused() -> None:
         Variant((4,), 12, 2, 2, 4)
     with pytest.raises(ValueError, match="no second segment"):
         Variant((4,), 64, 2, 2, 4, packs_first=True)
-    with pytest.raises(ValueError, match="do not add exactly"):
+    with pytest.raises(ValueError, match="no room for the sums of two segments"):
         Variant((4, 8), 64, 2, 2, 4, packs_first=True, shares_tiles=True)
