@@ -78,12 +78,13 @@ def lanes(codes: Tensor, scales: Tensor, layout: LinearLayout) -> tuple[Tensor, 
     4-bit codes stand in the high half of their byte, 16 times their value, and the scale is a sixteenth: the same
     products, exactly, but the low half never toggles in the multipliers, and power is what bounds a large product.
     """
-    parts, factors, start = [], [], 0
-    for segment in layout.segments:
-        factors.append(16 if segment.act_bits == 4 else 1)
-        parts.append(codes[:, start : start + segment.width] * factors[-1])
+    parts, moved_scales, start = [], [], 0
+    for index, segment in enumerate(layout.segments):
+        factor = 16 if segment.act_bits == 4 else 1
+        parts.append(codes[:, start : start + segment.width] * factor)
+        moved_scales.append(scales[:, index] / factor)
         start += segment.width
-    return torch.cat(parts, 1), scales / torch.tensor(factors, dtype=torch.float32, device=scales.device)
+    return torch.cat(parts, 1), torch.stack(moved_scales, 1)
 
 
 def run(codes: Tensor, scales: Tensor, linear: PrepackedLinear, out: Tensor, plan: Plan) -> None:
