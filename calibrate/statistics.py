@@ -65,8 +65,13 @@ class CalibrationStats:
 
 def token_weights(x: Tensor) -> Tensor:
     """min(1, 20 median‖x‖² / ‖x‖²) for tokens x [T, K] -> [T]: massive tokens do not drown the rest."""
+    return token_weights_by_sequence(x[None])[0]
+
+
+def token_weights_by_sequence(x: Tensor) -> Tensor:
+    """`token_weights` within each sequence of x [B, T, K] -> [B, T]."""
     energy = x.float().pow(2).sum(-1)
-    return (20 * energy.median() / energy.clamp_min(1e-30)).clamp_max(1)
+    return (20 * energy.median(-1, keepdim=True).values / energy.clamp_min(1e-30)).clamp_max(1)
 
 
 class _LayerObserver:
@@ -106,11 +111,6 @@ class _LayerObserver:
         means = {name: value / self.counts.get(name, 1) for name, value in self.sums.items()}
         means["key_variance"] = (means.pop("key_mean_square") - means["key_mean"].square()).clamp_min(0)
         return {name: value.float().cpu().contiguous() for name, value in means.items()}
-
-
-def token_weights_by_sequence(x: Tensor) -> Tensor:
-    """`token_weights` within each sequence of x [B, T, K] -> [B, T]."""
-    return torch.stack([token_weights(sequence) for sequence in x])
 
 
 def collect(

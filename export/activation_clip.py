@@ -51,15 +51,20 @@ def search_clip(
 
     errors: dict[tuple[float, float], float] = {}
 
-    def error(clip: tuple[float, float]) -> float:
-        if clip not in errors:
-            output = torch.stack([part.output_error(clip) for part in parts]).sum(0)
-            errors[clip] = float((output.square().sum(1) * importance).sum())
-        return errors[clip]
+    together = len(RMS_FACTORS) if inputs.is_cuda else 1
 
-    _, beta = min(((1.0, beta) for beta in RMS_FACTORS), key=error)
-    c, _ = min(((c, beta) for c in ABSMAX_FACTORS), key=error)
-    return min(((c, beta) for beta in RMS_FACTORS), key=error)
+    def best(clips: list[tuple[float, float]]) -> tuple[float, float]:
+        missing = [clip for clip in clips if clip not in errors]
+        for start in range(0, len(missing), together):
+            some = missing[start : start + together]
+            outputs = torch.stack([part.output_errors(some) for part in parts]).sum(0)
+            sums = torch.stack([(output.square().sum(1) * importance).sum() for output in outputs])
+            errors.update(zip(some, sums.tolist(), strict=True))
+        return min(clips, key=errors.__getitem__)
+
+    _, beta = best([(1.0, beta) for beta in RMS_FACTORS])
+    c, _ = best([(c, beta) for c in ABSMAX_FACTORS])
+    return best([(c, beta) for beta in RMS_FACTORS])
 
 
 class _Part:
@@ -69,13 +74,13 @@ class _Part:
         self.x, self.projected = x, projected
         self.absmax, self.rms = x.abs().amax(1), x.square().mean(1).sqrt()
 
-    def output_error(self, clip: tuple[float, float]) -> Tensor:
-        """(Q(x) - x) times the projected weight, [T, R]; Q as `kernels.reference.quantize_symmetric` has it."""
-        c, beta = clip
-        bound = c * self.absmax
-        if beta != math.inf:
-            bound = torch.minimum(bound, beta * self.rms)
-        scale = (bound / INT4_MAX)[:, None]
+    def output_errors(self, clips: list[tuple[float, float]]) -> Tensor:
+        """(Q(x) - x) times the projected weight, [C, T, R]; Q as `kernels.reference.quantize_symmetric` has it."""
+        bounds = []
+        for c, beta in clips:
+            bound = c * self.absmax
+            bounds.append(bound if beta == math.inf else torch.minimum(bound, beta * self.rms))
+        scale = (torch.stack(bounds) / INT4_MAX)[:, :, None]
         inverse = torch.where(scale > 0, 1.0 / scale, torch.zeros_like(scale))
         rounded = (self.x * inverse).round_().clamp_(-8, INT4_MAX).mul_(scale)
         return rounded.sub_(self.x) @ self.projected

@@ -15,7 +15,7 @@ CODE_RANGE = {4: (-8, 7), 8: (-127, 127)}
 
 _SHRINK = torch.linspace(1.0, 0.4, 49)
 _MIN_SCALE = 1e-12
-_AT_A_TIME = {"cpu": 2**18, "cuda": 2**25}  # weights searched at once: what a CPU's cache holds, what fills a GPU
+_AT_A_TIME = 2**18  # weights searched at once: what a CPU's cache holds
 
 
 def row_scales(weight: Tensor, bits: int, hessian_diagonal: Tensor | None = None, search: bool = False) -> Tensor:
@@ -40,8 +40,12 @@ def row_scales(weight: Tensor, bits: int, hessian_diagonal: Tensor | None = None
         _require_finite(hessian_diagonal, "Hessian diagonal")
         importance = hessian_diagonal.to(weight).clamp_min(0)
         importance = importance / importance.mean().clamp_min(1e-30)
+    if weight.is_cuda:
+        from w4a4.export.scale_search import search_row_scales
+
+        return search_row_scales(weight, widest, importance, _SHRINK, (low, high))
     best = widest.clone()
-    rows = max(1, _AT_A_TIME[weight.device.type] // max(1, weight.shape[1]))
+    rows = max(1, _AT_A_TIME // max(1, weight.shape[1]))
     for start in range(0, weight.shape[0], rows):
         part = slice(start, start + rows)
         best[part] = _search(weight[part], widest[part], importance, low, high)

@@ -50,7 +50,7 @@ def test_its_error_is_that_of_the_reference() -> None:
     inputs, weight = _gaussian(9, 64), _gaussian(5, 64, seed=1)
     inputs[4] = 0
     for clip in ((1.0, math.inf), (0.8, 2.5)):
-        output = activation_clip._Part(inputs, weight.T).output_error(clip)
+        output = activation_clip._Part(inputs, weight.T).output_errors([clip])[0]
         assert float(output.square().sum()) == pytest.approx(_error(inputs, weight, clip), rel=1e-5)
 
 

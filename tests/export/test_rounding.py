@@ -55,7 +55,7 @@ def test_search_weights_columns_by_the_hessian_diagonal() -> None:
 def test_row_blocks_do_not_change_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = _weight(7, 48, 4)
     whole = row_scales(weight, 4, search=True)
-    monkeypatch.setattr("w4a4.export.rounding._AT_A_TIME", {"cpu": 100})
+    monkeypatch.setattr("w4a4.export.rounding._AT_A_TIME", 100)
     assert torch.equal(row_scales(weight, 4, search=True), whole)
 
 
@@ -89,3 +89,15 @@ def test_bad_input_is_named() -> None:
         row_scales(weight, 4)
     with pytest.raises(NumericsError, match="Hessian diagonal"):
         row_scales(torch.ones(2, 8), 4, torch.full((8,), float("inf")), search=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("rows", "columns"), [(40, 576), (7, 2000)])
+def test_a_gpu_finds_the_scales_that_a_cpu_finds(rows: int, columns: int) -> None:
+    """Where two factors of the grid are as good, the order of a sum decides."""
+    weight = _weight(rows, columns + 64, 5)[:, :columns]
+    diagonal = torch.rand(columns, generator=torch.Generator().manual_seed(6))
+    expected = row_scales(weight, 4, diagonal, search=True)
+    found = row_scales(weight.cuda(), 4, diagonal.cuda(), search=True).cpu()
+    assert (found == expected).float().mean() > 0.95
+    torch.testing.assert_close(found, expected, rtol=0.05, atol=0)
