@@ -158,7 +158,7 @@ def _arguments(console: Console, arguments: tuple[str, ...]) -> tuple[Path, str]
 
 def _chat_ids(tokenizer: Tokenizer, prompt: str, system: str | None) -> list[int]:
     messages = [{"role": "system", "content": system}] if system is not None else []
-    text = tokenizer.render_chat([*messages, {"role": "user", "content": prompt}])
+    text = tokenizer.render_chat([*messages, {"role": "user", "content": prompt}], {})
     return tokenizer.encode(text, add_special_tokens=False)
 
 

@@ -2,7 +2,8 @@
 
 Every field that the official client can send is either honoured, refused by name, or, where it cannot change an
 answer (`user`, `metadata`, ...), accepted without effect. Unknown fields are errors, as they are at OpenAI. Types are
-strict and numbers finite; ranges that the engine knows are checked by `SamplingParams`.
+strict and numbers finite; ranges that the engine knows are checked by `SamplingParams`. Lists have limits here, so that
+eight megabytes of one do not keep the event loop from everybody else for seconds.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, FailFast, Field, model_validator
 
 from w4a4.configs.generation_config import PartialSampling
-from w4a4.serve.request import MAX_LOGPROBS, SamplingParams
+from w4a4.serve.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS, SamplingParams
 
 MAX_CHOICES = 128
 MAX_PROMPTS = 1024
+MAX_MESSAGES = 4096
+MAX_PARTS = 1024  # of one message
 _TOKEN_ID = re.compile("[0-9]{1,10}")
 
 Item = TypeVar("Item")
@@ -75,12 +78,12 @@ class GenerationFields(StrictModel):
     repetition_penalty: float | None = Field(None, gt=0, le=100)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
-    stop: str | ListOf[str] | None = None
-    stop_token_ids: ListOf[int] | None = None
+    stop: str | Annotated[ListOf[str], Field(max_length=MAX_STOP_STRINGS)] | None = None
+    stop_token_ids: Annotated[ListOf[int], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=MAX_LOGIT_BIAS)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
@@ -184,7 +187,7 @@ class ContentPart(StrictModel):
 
 class ChatMessage(StrictModel):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[ContentPart] | None = None
+    content: str | Annotated[ListOf[ContentPart], Field(max_length=MAX_PARTS)] | None = None
     name: str | None = None
     refusal: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
@@ -224,7 +227,7 @@ class ChatMessage(StrictModel):
 
 
 class ChatCompletionRequest(GenerationFields):
-    messages: list[ChatMessage] = Field(min_length=1, max_length=100_000)
+    messages: ListOf[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_completion_tokens: int | None = Field(None, ge=0)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
@@ -259,7 +262,7 @@ class TokenizeRequest(StrictModel):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[ChatMessage] | None = None
+    messages: Annotated[ListOf[ChatMessage], Field(max_length=MAX_MESSAGES)] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None

@@ -39,6 +39,7 @@ from w4a4.serve.service import Service
 from w4a4.serve.settings import ServeSettings
 from w4a4.serve.streams import Channel
 
+MAX_FIELDS = 256
 STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 FAILURES: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorResponse} for status in (400, 401, 404, 408, 413, 500, 503)
@@ -46,13 +47,16 @@ FAILURES: dict[int | str, dict[str, Any]] = {
 
 
 class StrictJsonRequest(Request):
-    """A request whose JSON is JSON: no NaN, no lone surrogates, no invalid UTF-8."""
+    """A request whose JSON is JSON: no NaN, no lone surrogates, no invalid UTF-8; and not of thousands of fields."""
 
     async def json(self) -> Any:
         try:
-            return pydantic_core.from_json(await self.body(), allow_inf_nan=False)
+            value = pydantic_core.from_json(await self.body(), allow_inf_nan=False)
         except ValueError as error:
             raise ApiError(400, f"the body is not valid JSON: {error}") from None
+        if isinstance(value, dict) and len(value) > MAX_FIELDS:  # each unknown one would become an error of its own
+            raise ApiError(400, f"the body has {len(value)} fields, expected at most {MAX_FIELDS}")
+        return value
 
 
 class StrictJsonRoute(APIRoute):
@@ -253,7 +257,7 @@ def _add_own_routes(app: FastAPI, service: Service) -> None:
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
         service.check_model(body.model)
-        return {"prompt": service.decode(body.tokens)}
+        return {"prompt": await service.decode(body.tokens)}
 
     @app.get("/health", responses={503: {"model": ErrorResponse}})
     async def health() -> dict[str, str]:

@@ -99,8 +99,7 @@ class Service:
                 if isinstance(prompt, str):
                     echo_text = prompt
                 else:
-                    self._check_ids(ids)
-                    echo_text = self.tokenizer.decode(ids)
+                    echo_text = await self.decode(ids)
             for choice in range(body.num_choices):
                 texts.append(ChoiceText(echo_text, ids if body.echo else ()))
                 requests.append(
@@ -160,15 +159,15 @@ class Service:
         plain = [message.for_template() for message in messages]
         size = sum(len(message["content"]) for message in plain)
         try:
-            text = await self._run(size, partial(self.tokenizer.render_chat, plain, **options))
+            text = await self._run(size, partial(self.tokenizer.render_chat, plain, options))
         except ChatTemplateError as error:
             raise ApiError(400, str(error), param="messages") from None
         return await self.text_ids(text, add_special_tokens=False)
 
-    def decode(self, ids: list[int]) -> str:
+    async def decode(self, ids: list[int]) -> str:
         """Text of token ids. Raises ApiError for ids that are not in the vocabulary."""
         self._check_ids(ids)
-        return self.tokenizer.decode(ids)
+        return await self._run(len(ids), partial(self.tokenizer.decode, ids))
 
     async def _prompt_ids(self, prompt: str | list[int], *, add_special_tokens: bool) -> list[int]:
         if isinstance(prompt, str):

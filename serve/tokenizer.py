@@ -92,8 +92,11 @@ class Tokenizer:
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-        """The prompt for a chat. Raises ChatTemplateError; special tokens are in the text already."""
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
+        """The prompt for a chat; `options` are what the template may ask for, whatever their names.
+
+        Raises ChatTemplateError. Special tokens are in the text already.
+        """
         if self._chat_template is None and not self.hf.chat_template:
             raise ChatTemplateError(
                 "this checkpoint has no chat template: use /v1/completions, or start with --chat-template"

@@ -184,6 +184,30 @@ def test_fields_of_several_types_are_named_without_them(
     assert error["message"].startswith(f"{param}: {said}")
 
 
+def test_lists_without_end_hold_up_nobody(server: LiveServer) -> None:
+    """Each of these is a few megabytes, whose every element would be looked at."""
+    user, parts = {"role": "user", "content": "a"}, [{"type": "text", "text": "a"}] * 100_000
+    for path, body, said in (
+        ("completions", COMPLETION | {"logit_bias": {str(i): 1 for i in range(100_000)}}, "at most 1024 items"),
+        ("completions", COMPLETION | {"stop": ["ab"] * 300_000}, "at most 64 items"),
+        ("completions", COMPLETION | {"stop_token_ids": [1] * 300_000}, "at most 256 items"),
+        ("completions", COMPLETION | {f"field{i}": 1 for i in range(100_000)}, "100002 fields, expected at most 256"),
+        ("chat/completions", CHAT | {"messages": [user] * 100_000}, "at most 4096 items"),
+        ("chat/completions", CHAT | {"messages": [{"role": "user", "content": parts}]}, "at most 1024 items"),
+    ):
+        content = json.dumps(body).encode()
+        start = time.monotonic()
+        response = server.client.post(f"/v1/{path}", content=content, headers={"content-type": "application/json"})
+        assert time.monotonic() - start < 2
+        assert said in refused(response)["message"]
+
+
+def test_template_options_of_any_name_are_no_server_error(server: LiveServer) -> None:
+    for name in ("self", "chat", "options", "messages", "conversation", "", "\u00fc", "tools", "documents"):
+        body = CHAT | {"chat_template_kwargs": {name: 5}}
+        assert server.client.post("/v1/chat/completions", json=body).status_code in (200, 400), name
+
+
 def test_a_prompt_of_only_special_tokens_is_answered(server: LiveServer) -> None:
     for prompt in ("<eos>", "<bos><eos><bos>", [257, 257, 256]):
         response = server.client.post("/v1/completions", json={"prompt": prompt, "max_tokens": 3, "ignore_eos": True})

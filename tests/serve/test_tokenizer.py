@@ -67,8 +67,9 @@ def test_a_template_of_ones_own(folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "mine.jinja"
     file.write_text("{% for m in messages %}[{{ m.content }}]{% endfor %}")
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    assert load_tokenizer(folder, 300, chat_template=file).render_chat(messages, add_generation_prompt=True) == "[a][b]"
+    tokenizer = load_tokenizer(folder, 300, chat_template=file)
+    assert tokenizer.render_chat(messages, {"add_generation_prompt": True}) == "[a][b]"
     with pytest.raises(UsageError, match="--chat-template .*nowhere.jinja"):
         load_tokenizer(folder, 300, chat_template=tmp_path / "nowhere.jinja")
     with pytest.raises(ChatTemplateError, match="no chat template"):
-        Tokenizer(byte_tokenizer(None)).render_chat(messages)
+        Tokenizer(byte_tokenizer(None)).render_chat(messages, {})
