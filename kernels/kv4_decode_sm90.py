@@ -30,6 +30,7 @@ from w4a4.kernels import ptx_sm90 as ptx
 
 TILE = 16
 WARPS = 4
+LOG2_WARPS = WARPS.bit_length() - 1
 FIRST = 0x000F000F
 """Nibble 0 of both halves of a word, as subnormal float16."""
 SECOND = 0x00F000F0
@@ -41,8 +42,10 @@ NOTHING = -1e30
 FAR = 0x7FFFFFFF
 AT_ONCE = 4
 """Ends of 32 sequences each that a warp reads before it searches: one wait instead of several up to 128 sequences."""
-PARTS = 8
-"""Parts of a kv-head read at a time when they are merged: loads in flight."""
+MERGED_AT_ONCE = 16
+"""Parts of a kv-head times quads of channels that a thread reads at a time when parts are merged: loads in flight."""
+MIN_TILES = 8
+"""Tiles of a CTA's run at least: what a part costs to merge is worth that many."""
 SLACK = 6.0
 """Scores may exceed the running maximum by this much (in powers of two) before it is moved: probabilities up to 64 are
 as exact in float16, and the reduction over lanes is skipped in nearly every tile."""
@@ -74,10 +77,12 @@ class Kv4Decode:
         self.num_sinks, self.is_bfloat16, self.sinks_bfloat16 = num_sinks, is_bfloat16, sinks_bfloat16
         self.octets = -(-group_size // 8)  # groups of 8 query heads
         self.tile_bytes = TILE * (head_dim + 8)
-        self.stages = 8 if head_dim == 64 else 4
+        self.log2_stages = 3 if head_dim == 64 else 2
+        self.stages = 1 << self.log2_stages
         self.blocks_per_sm, self.overlap_launch = blocks_per_sm, overlap_launch
         self.ring_bytes = WARPS * self.stages * self.tile_bytes
         self.query_bytes = group_size * head_dim * 2
+        self.sink_bytes = 2 * num_sinks * head_dim * 2
 
     @cute.jit
     def __call__(
@@ -130,7 +135,8 @@ class Kv4Decode:
         smem = cutlass.utils.SmemAllocator()
         bar = smem.allocate_array(Int64, WARPS * stages).toint()
         ring = smem.allocate(self.ring_bytes, byte_alignment=128).toint()
-        sums = smem.allocate(WARPS * group * dim * 4, byte_alignment=16).toint()  # f32 [warp, head, D], see sum_address
+        # f32 [warp, head, D], see sum_address; while tiles are attended to, the sinks: 16 bit [K or V, sink, D]
+        sums = smem.allocate(max(WARPS * group * dim * 4, self.sink_bytes), byte_alignment=16).toint()
         stats = smem.allocate(WARPS * group * 8, byte_alignment=16).toint()  # f32 [warp, head, (max, sum)]
         sink_scores = smem.allocate(group * 16, byte_alignment=16).toint()  # f32 [head, 4]
         flag = smem.allocate(16, byte_alignment=16).toint()
@@ -143,7 +149,6 @@ class Kv4Decode:
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         if cutlass.const_expr(self.overlap_launch):
-            cute.arch.griddepcontrol_launch_dependents()
             cute.arch.griddepcontrol_wait()  # what went before wrote the query, the pages and perhaps the lengths
 
         num_kv_heads = pages.shape[1]
@@ -153,16 +158,22 @@ class Kv4Decode:
         for i in cutlass.range_constexpr(AT_ONCE):
             if i * 32 + lane < num_sequences:
                 ends[i] = tile_ends[i * 32 + lane]
+        first_lengths = Int32(0)
+        if lane < num_sequences:
+            first_lengths = lengths[lane]
         quota, total = self.share(tile_ends[0], tile_ends[num_sequences - 1], num_sequences, num_kv_heads, blocks)
         x = block * quota
         x_end = cutlass.min(total, x + quota)
         consumed = Int32(0)  # tiles of this warp so far: ring position and phase
 
         if x < x_end:
-            at = self.locate(tile_ends, ends, lengths, x, x_end, num_kv_heads, window, lane)
+            known = (ends, first_lengths)
+            at = self.locate(tile_ends, lengths, known, x, x_end, num_kv_heads, window, lane)
             turn = Int32(0)
             table = self.start(q, pages, tables, at, bar, ring, queries, consumed, thread, warp, lane)
-            ptx.copy_async_wait()
+            if cutlass.const_expr(self.num_sinks > 0):
+                self.fetch_sinks(pages, sink_pages, at, x, sums, thread)
+            ptx.copy_async_wait(1 if self.num_sinks else 0)
             cute.arch.sync_threads()
             while x < x_end:
                 acc = cute.make_rmem_tensor((self.octets * dim // 4,), Float32)
@@ -174,10 +185,10 @@ class Kv4Decode:
                     state[octet * 6 + 1] = Float32(NOTHING)
                 query, factors = self.load_query(queries + turn * self.query_bytes, scale, lane)
                 count = at[3]
-                mine = (count - warp + WARPS - 1) // WARPS
+                mine = self.tiles_of(at, warp)
                 for k in cutlass.range(mine, unroll=1):
                     stage = consumed & (stages - 1)
-                    self.wait(bar + stage * 8, (consumed // stages) & 1)
+                    self.wait(bar + stage * 8, (consumed >> self.log2_stages) & 1)
                     position = (at[2] + k * WARPS + warp) * TILE
                     self.attend(
                         ring + stage * self.tile_bytes, acc, state, query, factors, position, at[7], at[6], lane
@@ -197,9 +208,15 @@ class Kv4Decode:
                     table = self.start(
                         q, pages, tables, at, bar, ring, queries + turn * self.query_bytes, consumed, thread, warp, lane
                     )
-                tensors = (q, pages, sink_pages, partial, counters, out)
-                buffers = (sums, stats, sink_scores, flag)
+                elif cutlass.const_expr(self.overlap_launch):
+                    cute.arch.griddepcontrol_launch_dependents()  # not earlier: CTAs that wait would take the SMs' room
+                tensors = (q, pages, partial, counters, out)
+                buffers = (sums, stats, sink_scores, flag, queries + (1 - turn) * self.query_bytes)
                 self.finish(tensors, acc, state, done, quota, block, scale, buffers, thread, warp, lane)
+                if cutlass.const_expr(self.num_sinks > 0):
+                    if x < x_end:
+                        cute.arch.sync_threads()  # the last readers of sums are done
+                        self.fetch_sinks(pages, sink_pages, at, x, sums, thread)
 
     @cute.jit
     def share(self, first_end, last_end, num_sequences, num_kv_heads, blocks):
@@ -207,45 +224,52 @@ class Kv4Decode:
         them if that costs a sixteenth at most: a CTA then finishes one kv-head instead of two.
         """
         total = last_end * num_kv_heads
-        quota = (total + blocks - 1) // blocks
+        quota = ptx.quotient(total + blocks - 1, blocks)
         if last_end == first_end * num_sequences:
-            aligned = (quota + first_end - 1) // first_end * first_end
+            aligned = first_end
             if first_end >= quota:
-                parts = first_end // quota
-                aligned = (first_end + parts - 1) // parts
+                parts = ptx.quotient(first_end, quota)
+                aligned = ptx.quotient(first_end + parts - 1, parts)
+            else:
+                aligned = ptx.quotient(quota + first_end - 1, first_end) * first_end
             if aligned * 16 <= quota * 17:
                 quota = aligned
-        return cutlass.max(quota, Int32(WARPS)), total
+        return cutlass.max(quota, Int32(MIN_TILES)), total
 
     @cute.jit
-    def locate(self, tile_ends, ends, lengths, x, x_end, num_kv_heads, window, lane):
+    def locate(self, tile_ends, lengths, known, x, x_end, num_kv_heads, window, lane):
         """Where tile x of the line is, and how far its kv-head reaches in this CTA's run.
 
-        sequence, head, first tile (of the sequence, counted from position 0), tiles, the kv-head's bounds on the line,
-        the context length, the first key in the window.
+        known: what lanes hold of the first sequences already: their ends, 32 a word, and lengths, 32 of them.
+        Returns: sequence, head, first tile (of the sequence, counted from position 0), tiles, the kv-head's bounds on
+        the line, the context length, the first key in the window.
         """
         num_sequences = lengths.shape[0]
+        ends, first_lengths = known
         sequence = Int32(0)
+        row = ptx.quotient(x, num_kv_heads)
         for i in cutlass.range_constexpr(AT_ONCE):
-            sequence = sequence + ptx.count_lanes(Int32(ends[i] <= x // num_kv_heads))
+            sequence = sequence + ptx.count_lanes(Int32(ends[i] <= row))
         for base in cutlass.range(32 * AT_ONCE, num_sequences, 32, unroll=4):
             i = base + lane
             before = Int32(0)
             if i < num_sequences:
-                before = Int32(tile_ends[i] <= x // num_kv_heads)
+                before = Int32(tile_ends[i] <= row)
             sequence = sequence + ptx.count_lanes(before)
-        begin = Int32(0)
-        if sequence > 0:
-            begin = tile_ends[sequence - 1]
-        tiles = tile_ends[sequence] - begin
-        length = lengths[sequence]
+        begin, end = ptx.shuffle_from(ends[0], sequence - 1), ptx.shuffle_from(ends[0], sequence)
+        length = ptx.shuffle_from(first_lengths, sequence)
+        if sequence >= 32:
+            begin, end, length = tile_ends[sequence - 1], tile_ends[sequence], lengths[sequence]
+        if sequence == 0:
+            begin = Int32(0)
+        tiles = end - begin
         inside = x - begin * num_kv_heads
-        head = inside // tiles
+        head = ptx.quotient(inside, tiles)
         tile = inside - head * tiles
         count = cutlass.min(tiles - tile, x_end - x)
         first_key = cutlass.max(length - window, Int32(0))
         parts_from = x - tile
-        return sequence, head, first_key // TILE + tile, count, parts_from, parts_from + tiles, length, first_key
+        return sequence, head, (first_key >> 4) + tile, count, parts_from, parts_from + tiles, length, first_key
 
     @cute.jit
     def advance(self, tile_ends, lengths, at, x_end, num_kv_heads, window):
@@ -260,7 +284,20 @@ class Kv4Decode:
             length = lengths[sequence]
             first_key = cutlass.max(length - window, Int32(0))
         count = cutlass.min(tiles, x_end - parts_to)
-        return sequence, head, first_key // TILE, count, parts_to, parts_to + tiles, length, first_key
+        return sequence, head, first_key >> 4, count, parts_to, parts_to + tiles, length, first_key
+
+    @cute.jit
+    def tiles_of(self, at, warp):
+        """How many tiles of this kv-head's run are the warp's: none of an empty slot, where nothing is read."""
+        mine = (at[3] - warp + WARPS - 1) >> LOG2_WARPS
+        if at[6] == 0:
+            mine = Int32(0)
+        return mine
+
+    def page_of(self, position):
+        """position // page_size."""
+        log2 = self.page_size.bit_length() - 1
+        return position >> log2 if self.page_size == 1 << log2 else ptx.quotient(position, Int32(self.page_size))
 
     @cute.jit
     def page_ids(self, tables, at, k, warp, lane):
@@ -271,24 +308,38 @@ class Kv4Decode:
         if index < count:
             position = (tile + index) * TILE
             if position < length:
-                page = tables[sequence, position // self.page_size]
+                page = tables[sequence, self.page_of(position)]
         return page
 
     @cute.jit
     def start(self, q, pages, tables, at, bar, ring, query, consumed, thread, warp, lane):
         """Issue the first copies of a kv-head's run, and its queries'; the ring is empty. Returns `page_ids` of 0."""
-        sequence, head, count = at[0], at[1], at[3]
+        sequence, head, length = at[0], at[1], at[6]
         row = ptx.address_of(q) + (Int64(sequence) * q.shape[1] + head * self.group_size) * (self.head_dim * 2)
         for turn in cutlass.range_constexpr(-(-self.query_bytes // (512 * WARPS))):
             offset = (turn * 32 * WARPS + thread) * 16
-            if offset < self.query_bytes:
+            if (offset < self.query_bytes) & (length > 0):
                 ptx.copy_async(query + offset, row + offset)
-        mine = (count - warp + WARPS - 1) // WARPS
+        ptx.copy_async_commit()
+        mine = self.tiles_of(at, warp)
         table = self.page_ids(tables, at, Int32(0), warp, lane)
         for k in cutlass.range(cutlass.min(mine, Int32(self.stages)), unroll=1):
             stage = (consumed + k) & (self.stages - 1)
             self.issue(pages, at, table, k, bar + stage * 8, ring + stage * self.tile_bytes, warp, lane)
         return table
+
+    @cute.jit
+    def fetch_sinks(self, pages, sink_pages, at, x, target, thread):
+        """Copy the sinks' K and V if the kv-head begins at tile x of the line: who has its first tile adds them."""
+        if (x == at[4]) & (at[6] > 0):
+            head_bytes = self.page_size * (self.head_dim + 8)
+            page = Int64(sink_pages[at[0]])
+            source = ptx.address_of(pages) + (page * pages.shape[1] + at[1]) * head_bytes
+            for turn in cutlass.range_constexpr(-(-self.sink_bytes // (512 * WARPS))):
+                offset = (turn * 32 * WARPS + thread) * 16
+                if offset < self.sink_bytes:
+                    ptx.copy_async(target + offset, source + offset)
+        ptx.copy_async_commit()
 
     @cute.jit
     def issue(self, pages, at, table, k, barrier, buffer, warp, lane):
@@ -466,13 +517,19 @@ class Kv4Decode:
     @cute.jit
     def finish(self, tensors, acc, state, at, quota, block, scale, buffers, thread, warp, lane):
         """Merge the warps' states; write the output, or this CTA's part of it, and merge the parts if it is last."""
-        q, pages, sink_pages, partial, counters, out = tensors
-        sums, stats, sink_scores, flag = buffers
+        q, pages, partial, counters, out = tensors
+        sums, stats, sink_scores, flag, query = buffers
         sequence, head, parts_from, parts_to = at[0], at[1], at[4], at[5]
         dim, group = self.head_dim, self.group_size
         g, c = lane // 4, lane % 4
-        ptx.copy_async_wait()
+        ptx.copy_async_wait(0)
         cute.arch.sync_threads()  # the last readers of sums are done
+        adds_sinks = (parts_from >= block * quota) & (at[6] > 0)
+        if cutlass.const_expr(self.num_sinks > 0):
+            sink_values = cute.make_rmem_tensor((self.num_sinks * 4,), Float32)
+            if adds_sinks:
+                self.read_sinks(sums, query, sink_scores, sink_values, at, scale, thread)
+            cute.arch.sync_threads()
         for octet in cutlass.range_constexpr(self.octets):
             for j in cutlass.range_constexpr(2):
                 own = octet * 8 + 2 * c + j
@@ -497,8 +554,10 @@ class Kv4Decode:
                         )
         cute.arch.sync_threads()
 
-        first_part, last_part = parts_from // quota, (parts_to - 1) // quota
-        num_parts = last_part - first_part + 1
+        first_part, num_parts = block, Int32(1)
+        if (parts_from < block * quota) | (parts_to > block * quota + quota):
+            first_part = ptx.quotient(parts_from, quota)
+            num_parts = ptx.quotient(parts_to - 1, quota) - first_part + 1
         is_last = Int32(1)
         items = group * dim // 4
         merged = cute.make_rmem_tensor((6 * (-(-items // (32 * WARPS))),), Float32)
@@ -520,6 +579,9 @@ class Kv4Decode:
                 for i in cutlass.range_constexpr(5):
                     merged[turn * 6 + i] = values[i]
                 merged[turn * 6 + 5] = top
+                if cutlass.const_expr(self.num_sinks > 0):
+                    if adds_sinks:
+                        self.add_sinks(merged, turn * 6, sink_scores, sink_values, own)
 
         if num_parts > 1:
             slot = 2 * block + Int32(parts_from >= block * quota)
@@ -537,7 +599,6 @@ class Kv4Decode:
             cute.arch.sync_threads()
             counter = ptx.address_of(counters) + (sequence * pages.shape[1] + head) * 4
             if thread == 0:
-                cute.arch.fence_acq_rel_gpu()
                 arrived = ptx.add_release(counter, 1)
                 ptx.store_shared(flag, Int32(arrived == num_parts - 1))
                 if arrived == num_parts - 1:
@@ -545,23 +606,14 @@ class Kv4Decode:
             cute.arch.sync_threads()
             is_last = ptx.load_shared(flag, 1)[0]
             if is_last == 1:
-                for turn in cutlass.range_constexpr(-(-items // (32 * WARPS))):
-                    item = thread + turn * 32 * WARPS
-                    if item < items:
-                        own, quad = item // (dim // 4), item % (dim // 4)
-                        self.merge_parts(partial, merged, turn * 6, first_part, num_parts, own, quad)
+                self.merge_parts(partial, merged, first_part, num_parts, thread)
 
         if is_last == 1:
-            if cutlass.const_expr(self.num_sinks > 0):
-                self.score_sinks(q, pages, sink_pages, at, scale, sink_scores, warp, lane)
-                cute.arch.sync_threads()
             for turn in cutlass.range_constexpr(-(-items // (32 * WARPS))):
                 item = thread + turn * 32 * WARPS
                 if item < items:
                     own, quad = item // (dim // 4), item % (dim // 4)
                     base = turn * 6
-                    if cutlass.const_expr(self.num_sinks > 0):
-                        self.add_sinks(pages, sink_pages, at, merged, base, sink_scores, own, quad)
                     share = Float32(0.0)
                     if merged[base + 4] > 0.0:
                         share = 1.0 / merged[base + 4]
@@ -575,33 +627,42 @@ class Kv4Decode:
         return sums + ((warp * self.group_size + own) * (self.head_dim // 4) + (quad ^ ((own >> 1) & 3))) * 16
 
     @cute.jit
-    def merge_parts(self, partial, merged, base, first_part, num_parts, own, quad):
-        """merged[base : base + 6] = four sums, the sum of probabilities and the maximum over all parts, in order."""
+    def merge_parts(self, partial, merged, first_part, num_parts, thread):
+        """merged[6 turn :] = four sums, the sum of probabilities and the maximum over all parts, in their order."""
         dim, group = self.head_dim, self.group_size
-        for i in cutlass.range_constexpr(5):
-            merged[base + i] = Float32(0.0)
-        merged[base + 5] = Float32(NOTHING)
-        for start in cutlass.range(0, num_parts, PARTS, unroll=1):
+        items = group * dim // 4
+        turns = -(-items // (32 * WARPS))
+        at_once = max(2, MERGED_AT_ONCE // turns)
+        merged.fill(0.0)
+        for turn in cutlass.range_constexpr(turns):
+            merged[6 * turn + 5] = Float32(NOTHING)
+        for start in cutlass.range(0, num_parts, at_once, unroll=1):
             stats, quads = [], []
-            for i in cutlass.range_constexpr(PARTS):
+            for i in cutlass.range_constexpr(at_once):
                 part = cutlass.min(start + i, num_parts - 1)
                 slot = 2 * (first_part + part) + Int32(part == 0)
-                row = ptx.address_of(partial) + (Int64(slot) * group + own) * ((dim + 4) * 4)
-                stats.append(ptx.load_global_coherent(row + dim * 4, 2))
-                quads.append(ptx.load_global_coherent(row + quad * 16, 4))
-            top = merged[base + 5]
-            for i in cutlass.range_constexpr(PARTS):
-                top = ptx.maximum(top, ptx.bits_to_float(stats[i][0]))
-            shrink = ptx.exp2(merged[base + 5] - top)
-            for i in cutlass.range_constexpr(5):
-                merged[base + i] = merged[base + i] * shrink
-            for i in cutlass.range_constexpr(PARTS):
-                weight = ptx.exp2(ptx.bits_to_float(stats[i][0]) - top)
-                weight = cutlass.select_(start + i < num_parts, weight, Float32(0.0))
-                merged[base + 4] = merged[base + 4] + ptx.bits_to_float(stats[i][1]) * weight
-                for j in cutlass.range_constexpr(4):
-                    merged[base + j] = merged[base + j] + ptx.bits_to_float(quads[i][j]) * weight
-            merged[base + 5] = top
+                for turn in cutlass.range_constexpr(turns):
+                    item = cutlass.min(thread + turn * 32 * WARPS, Int32(items - 1))
+                    own, quad = item // (dim // 4), item % (dim // 4)
+                    row = ptx.address_of(partial) + (Int64(slot) * group + own) * ((dim + 4) * 4)
+                    stats.append(ptx.load_global_coherent(row + dim * 4, 2))
+                    quads.append(ptx.load_global_coherent(row + quad * 16, 4))
+            for turn in cutlass.range_constexpr(turns):
+                base = 6 * turn
+                top = merged[base + 5]
+                for i in cutlass.range_constexpr(at_once):
+                    top = ptx.maximum(top, ptx.bits_to_float(stats[i * turns + turn][0]))
+                shrink = ptx.exp2(merged[base + 5] - top)
+                for i in cutlass.range_constexpr(5):
+                    merged[base + i] = merged[base + i] * shrink
+                for i in cutlass.range_constexpr(at_once):
+                    stat, words = stats[i * turns + turn], quads[i * turns + turn]
+                    weight = ptx.exp2(ptx.bits_to_float(stat[0]) - top)
+                    weight = cutlass.select_(start + i < num_parts, weight, Float32(0.0))
+                    merged[base + 4] = merged[base + 4] + ptx.bits_to_float(stat[1]) * weight
+                    for j in cutlass.range_constexpr(4):
+                        merged[base + j] = merged[base + j] + ptx.bits_to_float(words[j]) * weight
+                merged[base + 5] = top
 
     def pack(self, low, high):
         return ptx.floats_to_bfloats(low, high) if self.is_bfloat16 else ptx.floats_to_halves(low, high)
@@ -610,49 +671,42 @@ class Kv4Decode:
         return ptx.bfloats_to_floats(word) if self.sinks_bfloat16 else ptx.halves_to_floats(word)
 
     @cute.jit
-    def score_sinks(self, q, pages, sink_pages, at, scale, sink_scores, warp, lane):
-        """Scores of the sinks in 16 bit, one warp per (head, sink) in turn; hidden ones get NEVER."""
-        sequence, head, length = at[0], at[1], at[6]
-        dim, group, num_sinks = self.head_dim, self.group_size, self.num_sinks
-        head_bytes = self.page_size * (dim + 8)
-        page = Int32(0)
-        if length > 0:
-            page = sink_pages[sequence]
-        source = ptx.address_of(pages) + (Int64(page) * pages.shape[1] + head) * head_bytes
-        for pair in cutlass.range(warp, group * num_sinks, WARPS, unroll=1):
-            own, sink = pair // num_sinks, pair % num_sinks
-            row = ptx.address_of(q) + (Int64(sequence) * q.shape[1] + head * group + own) * (dim * 2)
+    def read_sinks(self, sinks, query, sink_scores, sink_values, at, scale, thread):
+        """Scores of the sinks, eight lanes each, hidden ones NEVER; and this thread's four channels of their V."""
+        dim, num_sinks = self.head_dim, self.num_sinks
+        pairs = self.group_size * num_sinks
+        for turn in cutlass.range_constexpr(-(-pairs // (4 * WARPS))):
+            pair = turn * 4 * WARPS + thread // 8
+            own, sink = cutlass.min(pair, Int32(pairs - 1)) // num_sinks, pair % num_sinks
             score = Float32(0.0)
-            for i in cutlass.range_constexpr(dim // 64):
-                a = self.floats(ptx.load_global(row + (lane + 32 * i) * 4, 1)[0])
-                b = self.sink_floats(ptx.load_global(source + sink * dim * 2 + (lane + 32 * i) * 4, 1)[0])
-                score = score + a[0] * b[0] + a[1] * b[1]
-            for distance in cutlass.range_constexpr(5):
+            for chunk in cutlass.range_constexpr(dim // 64):
+                offset = (chunk * 64 + thread % 8 * 8) * 2
+                a = ptx.load_shared(query + own * dim * 2 + offset, 4)
+                b = ptx.load_shared(sinks + sink * dim * 2 + offset, 4)
+                for i in cutlass.range_constexpr(4):
+                    left, right = self.floats(a[i]), self.sink_floats(b[i])
+                    score = score + left[0] * right[0] + left[1] * right[1]
+            for distance in cutlass.range_constexpr(3):
                 score = score + ptx.shuffle_xor(score, 1 << distance)
-            is_visible = (sink < length) & (sink >= at[7])
-            if lane == 0:
-                ptx.store_shared(
-                    sink_scores + (own * 4 + sink) * 4, cutlass.select_(is_visible, score * scale, Float32(NEVER))
-                )
+            if (thread % 8 == 0) & (pair < pairs):
+                is_visible = (sink < at[6]) & (sink >= at[7])
+                score = cutlass.select_(is_visible, score * scale, Float32(NEVER))
+                ptx.store_shared(sink_scores + (own * 4 + sink) * 4, score)
+        quad = thread % (dim // 4)
+        for sink in cutlass.range_constexpr(num_sinks):
+            words = ptx.load_shared(sinks + (num_sinks + sink) * dim * 2 + quad * 8, 2)
+            low, high = self.sink_floats(words[0]), self.sink_floats(words[1])
+            for i in cutlass.range_constexpr(4):
+                sink_values[4 * sink + i] = (low + high)[i]
 
     @cute.jit
-    def add_sinks(self, pages, sink_pages, at, merged, base, sink_scores, own, quad):
-        sequence, head, length = at[0], at[1], at[6]
-        dim, num_sinks = self.head_dim, self.num_sinks
-        page = Int32(0)
-        if length > 0:
-            page = sink_pages[sequence]
-        source = ptx.address_of(pages) + (Int64(page) * pages.shape[1] + head) * (self.page_size * (dim + 8))
-        for sink in cutlass.range_constexpr(num_sinks):
+    def add_sinks(self, merged, base, sink_scores, sink_values, own):
+        for sink in cutlass.range_constexpr(self.num_sinks):
             score = ptx.bits_to_float(ptx.load_shared(sink_scores + (own * 4 + sink) * 4, 1)[0])
             top = ptx.maximum(merged[base + 5], score)
             old, new = ptx.exp2(merged[base + 5] - top), ptx.exp2(score - top)
-            words = ptx.load_global(source + (num_sinks + sink) * dim * 2 + quad * 8, 2)
-            values = [
-                cutlass.select_(score > NEVER, value, Float32(0.0))  # the page of a shorter sequence may hold anything
-                for value in (*self.sink_floats(words[0]), *self.sink_floats(words[1]))
-            ]
-            for i in cutlass.range_constexpr(4):
-                merged[base + i] = merged[base + i] * old + values[i] * new
+            for i in cutlass.range_constexpr(4):  # the page of a shorter sequence may hold anything
+                value = cutlass.select_(score > NEVER, sink_values[4 * sink + i], Float32(0.0))
+                merged[base + i] = merged[base + i] * old + value * new
             merged[base + 4] = merged[base + 4] * old + new
             merged[base + 5] = top

@@ -28,7 +28,7 @@ from w4a4.kernels.kv4 import KVBatch, KVPageLayout, sink_view
 ARCH = "sm_90a"
 LOG2_E = 1.4426950408889634
 MAX_PARTS = 32
-"""CTAs that share one kv-head of one sequence on average, at most: merging their parts costs about 0.1 us each."""
+"""CTAs that share one kv-head of one sequence on average, at most: merging their parts costs time."""
 MAX_WORKSPACE_TOKENS = 1 << 16
 """Tokens of equal prompts that are read back and attended to in one launch, at most."""
 _MAX_COUNTERS = 1 << 16
@@ -48,7 +48,7 @@ class DecodeVariant:
     num_sinks: int
     dtype: torch.dtype
     sink_dtype: torch.dtype
-    overlap_launch: bool = False  # start while the previous kernel drains (programmatic dependent launch)
+    overlap_launch: bool = True  # start while the previous kernel drains (programmatic dependent launch)
 
     @property
     def name(self) -> str:
@@ -74,7 +74,7 @@ class WriteVariant:
     has_norm: bool
     has_mean: bool
     use_hadamard: bool
-    overlap_launch: bool = False
+    overlap_launch: bool = True
 
     @property
     def name(self) -> str:
@@ -83,6 +83,10 @@ class WriteVariant:
         flags += "p" if self.overlap_launch else ""
         sizes = f"d{self.head_dim}-p{self.page_size}-b{self.bits}-s{self.num_sinks}"
         return f"kv4-write-{sizes}-{types}{'-' if flags else ''}{flags}"
+
+    @property
+    def blocks_per_multiprocessor(self) -> int:
+        return 6
 
 
 def kernel_of(variant: DecodeVariant | WriteVariant) -> Kernel:
@@ -165,7 +169,7 @@ def _build_decode(variant: DecodeVariant) -> Any:
 
 def _build_write(variant: WriteVariant) -> Any:
     import cutlass.cute as cute
-    from cutlass import BFloat16, Float16, Float32, Int64, Uint8
+    from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint8
     from cutlass.cute.runtime import make_fake_stream
 
     from w4a4.kernels.kv4_write_sm90 import Kv4Write
@@ -173,7 +177,8 @@ def _build_write(variant: WriteVariant) -> Any:
     is_bfloat16, dim = variant.dtype == torch.bfloat16, variant.head_dim
     kernel = Kv4Write(
         dim, variant.page_size, variant.bits, variant.num_sinks, is_bfloat16, variant.page_dtype == torch.bfloat16,
-        variant.has_norm, variant.has_mean, variant.use_hadamard, variant.overlap_launch,
+        variant.has_norm, variant.has_mean, variant.use_hadamard, variant.blocks_per_multiprocessor,
+        variant.overlap_launch,
     )  # fmt: skip
     tokens, heads, q_heads, kv_heads, pages, mean_rows = (cute.sym_int() for _ in range(6))
     head_bytes = variant.page_size * (dim + 8 if variant.bits == 4 else 4 * dim)
@@ -191,6 +196,7 @@ def _build_write(variant: WriteVariant) -> Any:
         _fake(Uint8, pages, kv_heads, head_bytes),
         _fake(dtype, tokens, q_heads, dim),
         Float32(1.0),
+        Int32(1),
         make_fake_stream(use_tvm_ffi_env_stream=True),
         options="--enable-tvm-ffi",
     )
@@ -250,6 +256,7 @@ def kv4_write(
             pages,
             q,
             eps,
+            _multiprocessors(qkv.device) * variant.blocks_per_multiprocessor,
         )
     return q
 

@@ -85,9 +85,14 @@ def copy_async(shared: Any, source: Any) -> None:
     inline_ptx("cp.async.cg.shared.global [{$r0}], [{$r1}], 16;", read_only_args=[shared, source])
 
 
-def copy_async_wait() -> None:
-    """Wait for this thread's own `copy_async`; a barrier then shows the bytes to the others."""
-    inline_ptx("cp.async.wait_all;")
+def copy_async_commit() -> None:
+    """End a group: the `copy_async` of this thread since the last one."""
+    inline_ptx("cp.async.commit_group;")
+
+
+def copy_async_wait(groups: int) -> None:
+    """Wait for all groups of this thread but the last `groups`; a barrier then shows the bytes to the others."""
+    inline_ptx(f"cp.async.wait_group {groups};")
 
 
 def mma_f16(accumulator: Any, base: int, a: tuple[Any, ...], b: tuple[Any, ...]) -> None:
@@ -151,9 +156,9 @@ def float_to_bits(x: Any) -> Any:
     return inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[x])
 
 
-def round_to_int(x: Any) -> Any:
-    """Float32 to Int32, to nearest, ties to even."""
-    return inline_ptx("cvt.rni.s32.f32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[x])
+def quotient(x: Any, y: Any) -> Any:
+    """x // y of Int32, x >= 0, y > 0: two thirds of the instructions that signs would take."""
+    return inline_ptx("div.u32 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[x, y])
 
 
 def add(x: Any, y: Any) -> Any:

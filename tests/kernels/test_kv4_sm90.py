@@ -38,6 +38,8 @@ def filled(layout: KVPageLayout, lengths: list[int], seed: int = 0) -> tuple[Ten
     sinks = order[: len(lengths)].to(torch.int32) if layout.num_sinks else None
     for row, n in enumerate(lengths):
         if n == 0:
+            if sinks is not None:
+                sinks[row] = 2**31 - 1  # must not be read
             continue
         one = KVBatch(
             tables[row : row + 1],
@@ -109,7 +111,7 @@ def test_kernel_names_tell_variants_apart() -> None:
                     names.add(write_variant(layout, dtype, *flags).name)
     assert len(names) == 2 * 2 * 2 * 2 * 2 * 2 + 2 * 2 * 3 * 2 * 2 * 4
     used = kernels_of(layouts[0], 8, torch.bfloat16, False, True, True)
-    assert sorted(used) == ["kv4-decode-d64-g4-p16-s0-bb", "kv4-write-d64-p16-b4-s0-bb-mh"]
+    assert sorted(used) == ["kv4-decode-d64-g4-p16-s0-bb-p", "kv4-write-d64-p16-b4-s0-bb-mhp"]
 
 
 def test_what_no_kernel_takes_is_refused() -> None:
