@@ -35,9 +35,9 @@ class Console:
         click.echo(printable(text))
 
     def document(self, name: str, content: Mapping[str, Any]) -> None:
-        """One JSON document on standard output, marked with what it is and the version of its schema."""
+        """One JSON document on standard output, in ASCII, marked with what it is and the version of its schema."""
         document = {"schema": f"w4a4.{name}", "schema_version": SCHEMA_VERSION, **content}
-        click.echo(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False, default=str))
+        click.echo(json.dumps(document, indent=2, allow_nan=False, default=str))
 
     def table(self, header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
         """Columns aligned with spaces, on standard output; numbers to the right."""

@@ -59,6 +59,8 @@ def test_documents_name_their_schema(capsys: pytest.CaptureFixture[str]) -> None
     Console().document("thing", {"ü": 1.5})
     text = capsys.readouterr().out
     assert json.loads(text) == {"schema": "w4a4.thing", "schema_version": 1, "ü": 1.5}
+    Console().document("thing", {"x": "\x9b31m\u202e\ud800"})
+    assert r"\u009b31m\u202e\ud800" in capsys.readouterr().out
     with pytest.raises(ValueError):
         Console().document("thing", {"x": float("nan")})
 

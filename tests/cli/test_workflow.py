@@ -219,6 +219,40 @@ def test_generate_streams_text_and_is_repeatable(invoke: Any, packed: Path) -> N
     assert invoke("generate", packed, "hello", "--json").document["num_output_tokens"] <= 123
 
 
+def test_numbers_and_memory_that_fail_while_generating(
+    invoke: Any, packed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from w4a4.serve.model import CausalLM
+
+    logits = CausalLM.logits
+    monkeypatch.setattr(CausalLM, "logits", lambda model, hidden: logits(model, hidden) * float("nan"))
+    failed = invoke("generate", packed, "hello", "--max-tokens", 4)
+    assert failed.code == 6
+    assert "the model's logits are not finite after 5 tokens" in failed.err
+
+    def full(model: CausalLM, hidden: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(CausalLM, "logits", full)
+    failed = invoke("generate", packed, "hello", "--max-tokens", 4)
+    assert (failed.code, "out of memory" in failed.err) == (7, True)
+
+
+def test_sampling_defaults_of_the_model(invoke: Any, packed: Path) -> None:
+    def text(*options: object) -> str:
+        result = invoke("generate", packed, "hello", "--max-tokens", 8, "--json", *options)
+        return str(result.document["text"])
+
+    greedy = text()
+    file = packed / "generation_config.json"
+    file.write_text(json.dumps(json.loads(file.read_bytes()) | {"temperature": 1.5, "top_k": 50}))
+    said = invoke("generate", packed, "hello", "--max-tokens", 2).err
+    assert "from generation_config.json: temperature 1.5, top_k 50" in said
+    assert text("--seed", 1) != greedy
+    assert text("--seed", 1) == text("--seed", 1)
+    assert text("--temperature", 0) == text("--top-k", 1) == text("--generation-config", "none") == greedy
+
+
 def test_commands_without_a_model_say_what_to_type(invoke: Any) -> None:
     for arguments in (
         ["bench", "--device", "cpu"],
