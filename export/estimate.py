@@ -32,7 +32,9 @@ BF16 = 2
 RESERVE = 600 * 2**20  # interpreter, libraries, tokenizer
 SHARD = 5 * 10**9  # bytes that stand twice while shards are put together
 ROUNDING_MACS = 2500  # per weight: the element-wise work of scale search and GPTQ takes the time of so many
-COLUMN_SECONDS = 6e-5  # per column that GPTQ visits, whatever its length
+COLUMN_SECONDS = {"cpu": 6e-5, "cuda": 5e-6}  # per column that GPTQ visits, whatever its length
+WEIGHT_SECONDS = 1.2e-8  # per weight: read three times and widened, packed, written, put into a shard, hashed
+STREAM_SECONDS = 1.5e-9  # per byte of the residual stream that is saved with every layer
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,9 @@ def estimate(
         host_memory=host,
         gate_memory=RESERVE + (checkpoint if on_gpu else _runtime_bytes(config, layouts) + table * (2 * FLOAT + BF16)),
         disk=checkpoint + min(checkpoint, SHARD) + 2 * stream,
-        seconds=macs / macs_per_second + _columns(config, recipe, layouts) * COLUMN_SECONDS,
+        seconds=macs / macs_per_second
+        + _columns(config, recipe, layouts) * COLUMN_SECONDS["cuda" if on_gpu else "cpu"]
+        + config.num_layers * (_weights(layouts) * WEIGHT_SECONDS + stream * STREAM_SECONDS),
         macs=macs,
         tokens=tokens,
     )
@@ -139,7 +143,7 @@ def _layer_memory(
     config: ModelConfig, recipe: Recipe, layouts: dict[str, LinearLayout], together: int, seq: int
 ) -> int:
     """Bytes at the worst moment of one layer: its weights as read, transformed and rounded; GPTQ; some sequences."""
-    weights = sum(part.out_features * part.in_features for part in layouts.values())
+    weights = _weights(layouts)
     stages = [(sum(layouts[name].out_features for name in stage), layouts[stage[0]].in_features) for stage in STAGES]
     copies = (4, 5) if recipe.rounding == "gptq" else (2, 1)  # of a stage's weights, of its Hessian
     rounding = max(copies[0] * rows * columns + copies[1] * columns**2 for rows, columns in stages)
@@ -149,7 +153,7 @@ def _layer_memory(
 
 def _macs(config: ModelConfig, recipe: Recipe, layouts: dict[str, LinearLayout], tokens: int, seq: int) -> int:
     """Calibration is one forward pass; quantising runs attention and feed-forward twice, and the moments once."""
-    weights = sum(part.out_features * part.in_features for part in layouts.values())
+    weights = _weights(layouts)
     widths = [layouts[stage[0]].in_features for stage in STAGES]
     forward = tokens * (weights + seq * config.q_size)
     moments = tokens * (sum(width**2 for width in widths) + 2 * config.hidden_size**2)
@@ -158,6 +162,11 @@ def _macs(config: ModelConfig, recipe: Recipe, layouts: dict[str, LinearLayout],
         rounding += sum(width**3 * 2 // 3 for width in widths)  # factor and inverse of a Hessian
         rounding += sum(part.out_features * part.in_features**2 // 2 for part in layouts.values())
     return config.num_layers * (3 * forward + moments + rounding)
+
+
+def _weights(layouts: dict[str, LinearLayout]) -> int:
+    """Of one layer's linears."""
+    return sum(part.out_features * part.in_features for part in layouts.values())
 
 
 def _columns(config: ModelConfig, recipe: Recipe, layouts: dict[str, LinearLayout]) -> int:
