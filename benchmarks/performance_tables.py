@@ -240,6 +240,9 @@ def _gemm_summary(found: Results) -> str:
     """Geometric means over the layers of a model by M."""
     present = [key for key in BASELINES if any(record.get(key) for record in found.records)]
     headers = ["model", "layout", "M", "TOPS", *(f"over {BASELINES[key]}" for key in present)]
+    is_quantised = any("with_quantise_us" in record for record in found.records)
+    if is_quantised:
+        headers.append("quantised, over bf16")
     rows = []
     for model, layout, m in _distinct((r["model"], r["layout"], r["m"]) for r in found.records):
         chosen = [r for r in found.records if (r["model"], r["layout"], r["m"]) == (model, layout, m)]
@@ -248,10 +251,15 @@ def _gemm_summary(found: Results) -> str:
         for key in present:
             ratios = [r[key] / r["ours_us"] for r in chosen if r.get(key)]
             row.append(f"{geometric_mean(ratios):.2f}x" if len(ratios) == len(chosen) else "")
+        if is_quantised:
+            ratios = [r["bf16_us"] / r["with_quantise_us"] for r in chosen if "with_quantise_us" in r]
+            row.append(f"{geometric_mean(ratios):.2f}x" if len(ratios) == len(chosen) else "")
         rows.append(row)
     text = (
         "Geometric mean over the GEMMs of one decoder layer, TOPS of their sum; above 1x is faster than the baseline."
     )
+    if is_quantised:
+        text += " `quantised`: the kernel that makes the activations' codes and the GEMM, against the bf16 GEMM alone."
     return f"{text}\n\n{table(headers, rows, text_columns=2)}"
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from w4a4.kernels import quantize_sm90
 from w4a4.kernels.compile_cache import compile_to
 from w4a4.kernels.layout import LinearLayout, Segment
-from w4a4.kernels.quantize_sm90_variant import Source, variant_of
+from w4a4.kernels.quantize_sm90_variant import FEW_ROWS, QuantizeVariant, Source, for_few_rows, variant_of
 
 COPY_BYTES_PER_SECOND = 4.27e12
 TOKENS = (1, 16, 256, 2048, 4096, 8192)
@@ -52,6 +52,10 @@ class Case:
             "dual a8": (Segment(k - k // 8, 8, 4), Segment(k // 8, 8, 8)),
         }[self.layout]
         return LinearLayout(128, segments, CLIP, hadamard=self.hadamard)
+
+    def variant(self, tokens: int) -> QuantizeVariant:
+        chosen = variant_of(self.source, self.linear, self.permuted, self.weighted)
+        return for_few_rows(chosen) if tokens <= FEW_ROWS else chosen
 
     def num_bytes(self, tokens: int) -> int:
         """Bytes read and written for one call."""
@@ -124,7 +128,7 @@ def rotation(num_bytes: int) -> tuple[int, int]:
 
 
 def measure(case: Case, tokens: int) -> dict[str, Any]:
-    variant = variant_of(case.source, case.linear, case.permuted, case.weighted)
+    variant = case.variant(tokens)
     num_bytes = case.num_bytes(tokens)
     sets, calls = rotation(num_bytes)
     held = [operands(case, tokens) for _ in range(sets)]
@@ -172,8 +176,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="*", default=TOKENS)
     arguments = parser.parse_args()
     if arguments.compile:
-        for case in cases():
-            variant = variant_of(case.source, case.linear, case.permuted, case.weighted)
+        for variant in dict.fromkeys(case.variant(tokens) for case in cases() for tokens in TOKENS):
             compile_to(quantize_sm90.kernel_of(variant), quantize_sm90.ARCH, arguments.compile)
         return
     torch.manual_seed(0)

@@ -10,7 +10,7 @@ import click
 
 from w4a4.cli.console import Console, format_table
 from w4a4.cli.options import common_options, option, pass_console, runtime_options
-from w4a4.configs.errors import NotFoundError, UsageError
+from w4a4.configs.errors import NotFoundError, UnsupportedError, UsageError
 
 if TYPE_CHECKING:
     import torch
@@ -48,6 +48,11 @@ GPU_GEN, CPU_GEN = 128, 32
 @option(
     "--plot", type=click.Path(path_type=Path, file_okay=False), help="Folder for plots (PNG, SVG, numbers as JSON)."
 )
+@option(
+    "--tune",
+    is_flag=True,
+    help="With `kernels`: time the GEMM's tiles by shape and rewrite the table that chooses them.",
+)
 @option("--server", metavar="URL", help="Measure the OpenAI-compatible server at URL instead.")
 @option("--num-requests", type=click.IntRange(min=1), default=64, help="With --server: requests in all.")
 @option(
@@ -79,6 +84,7 @@ def command(
     breakdown: bool,
     output: str,
     plot: Path | None,
+    tune: bool,
     server: str | None,
     num_requests: int,
     rate: float,
@@ -112,6 +118,9 @@ def command(
         from w4a4.serve.bench.records import CPU_NOTE
 
         console.say(CPU_NOTE)
+    if tune:
+        _tune_kernels(console, model, chosen, repetitions)
+        return
     if model == "kernels":
         _bench_kernels(console, chosen, choose_act(act, chosen), repetitions, output, plot)
         return
@@ -310,6 +319,26 @@ def _bench_kernels(
         console.document("bench-kernels", facts | {"records": [record.to_dict() for record in records]})
     else:
         console.table(COLUMNS, [record.row() for record in records])
+
+
+def _tune_kernels(console: Console, model: str | None, device: torch.device, repetitions: int | None) -> None:
+    import torch
+
+    from w4a4.kernels.tuning_sm90 import TABLE
+
+    if model != "kernels":
+        raise UsageError("--tune is about kernels, not about a model", "w4a4 bench kernels --tune")
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+        raise UnsupportedError("--tune measures the GEMM of sm_90", "run it on a Hopper GPU")
+    from w4a4.serve.bench.gemm_tuning import table_of, tune, write_lines
+
+    plans = []
+    for plan in tune(repetitions or 3):
+        plans.append(plan)
+        bits = "+".join(map(str, plan["weight_bits"]))
+        console.say(f"int{bits} {plan['rows']} x {plan['columns']}, M <= {plan['tokens']}: {plan['us']:.1f} us")
+    TABLE.write_text(write_lines(table_of(plans), "plans"), encoding="utf-8")
+    console.data(str(TABLE))
 
 
 def _bench_quantize(console: Console, model: str | None, device: torch.device, seq: int, output: str) -> None:

@@ -160,6 +160,15 @@ def test_gemm_summary_is_a_geometric_mean(render: ModuleType, tmp_path: Path) ->
     assert f"| Llama-3-8B qkv | w4 | 12.6 | 16 | 3.15 | {share:.0f} % |" in page
 
 
+def test_gemm_summary_counts_the_quantise_kernel_where_every_layer_was_timed_with_it(
+    render: ModuleType, tmp_path: Path
+) -> None:
+    records = [gemm(bf16_us=9.0, with_quantise_us=6.0), gemm(layer="o", n=4096, bf16_us=8.0, with_quantise_us=3.0)]
+    write(tmp_path, "gemm-h200.json", [*records, gemm(m=512)], **HEADER)
+    rows = [line for line in render.BLOCKS["gemm"](tmp_path).splitlines() if line.startswith("| Llama-3-8B | w4")]
+    assert rows[0].endswith("| 2.00x |") and rows[1].endswith("|  |")
+
+
 def test_kv4_and_quantize_tables(render: ModuleType, tmp_path: Path) -> None:
     case = {"heads_q": 32, "heads_kv": 8, "head_dim": 128, "batch": 64, "context": 4096}
     case |= {"ours_us": 100.0, "base16_us": 280.0, "base16_name": "Triton split-KV", "bytes": 285_212_672}

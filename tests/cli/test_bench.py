@@ -154,6 +154,13 @@ def test_operations_of_a_layer(invoke: Any, monkeypatch: pytest.MonkeyPatch, tmp
     assert all(record["us"] > 0 for record in records) and "bf16_us" in records[0] and "bf16_us" not in records[-1]
 
 
+def test_tuning_asks_for_kernels_and_a_hopper_gpu(invoke: Any) -> None:
+    model = invoke("bench", "smollm2-135m", "--tune", "--device", "cpu")
+    assert (model.code, "--tune is about kernels" in model.err) == (2, True)
+    cpu = invoke("bench", "kernels", "--tune", "--device", "cpu")
+    assert (cpu.code, "sm_90" in cpu.err) == (4, True)
+
+
 def test_batches_whose_pages_do_not_fit_are_refused(invoke: Any, config_file: Path) -> None:
     result = invoke("bench", config_file, *QUICK, "--batch", 10**9)
     assert result.code == 7
