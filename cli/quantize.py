@@ -39,6 +39,11 @@ if TYPE_CHECKING:
 @option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change one key of the recipe; may be repeated.")
 @option("--kv", type=click.Choice(["4", "16"]), help="Bits of the KV cache; default: the recipe's.")
 @option(
+    "--tp-max",
+    type=click.Choice(["1", "2", "4", "8"]),
+    help="Ranks of tensor parallelism to allow. Default: the most that cost no accuracy.",
+)
+@option(
     "--statistics",
     "--stats",
     type=click.Path(path_type=Path, file_okay=False),
@@ -62,6 +67,7 @@ def command(
     recipe: str,
     overrides: tuple[str, ...],
     kv: str | None,
+    tp_max: str | None,
     statistics: Path | None,
     data: str,
     samples: int,
@@ -81,15 +87,17 @@ def command(
     from w4a4.calibrate.statistics import load_statistics
     from w4a4.configs.recipe import load_recipe
     from w4a4.export.plan import fit_recipe
+    from w4a4.export.tensor_parallel import explain_tp_max
     from w4a4.serve.device import choose_device
 
     if gate_tokens == 1:
         raise UsageError("--gate-tokens 1: a token is scored by those before it, so there must be two", "or 0: no gate")
     if fail_if_ppl_above is not None and not gate_tokens:
         raise UsageError("--fail-if-ppl-above needs text to score", "leave out --gate-tokens 0")
-    chosen = load_recipe(recipe, recipe_overrides(overrides, kv))
+    asked = load_recipe(recipe, recipe_overrides(overrides, kv) | ({"tp_max": int(tp_max)} if tp_max else {}))
     source = open_source(model, offline=offline, revision=revision)
-    chosen = fit_recipe(chosen, source.config)
+    chosen = fit_recipe(asked, source.config)
+    console.say(explain_tp_max(source.config, asked, chosen))
     target = output or Path(f"{model_stem(model)}-w4a4")
     if not dry_run:
         check_output(target, source)

@@ -66,6 +66,7 @@ class Recipe:
     kv_hadamard: bool = False  # Hadamard on q and k after RoPE (QuaRot)
     kv_mean: bool = False  # static mean off K and V (SageAttention)
     sink_tokens: int = 0  # first positions of a sequence kept in 16 bits
+    tp_max: int = 0  # ranks that the checkpoint can be cut into; 0: the most of 8, 4, 2, 1 that cost no accuracy
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -79,6 +80,7 @@ class Recipe:
             ("kv_bits", (4, 16)),
             ("down_hadamard", (1, 32, 64, 128)),
             ("sink_tokens", (0, 4)),
+            ("tp_max", (0, 1, 2, 4, 8)),
         ):
             _check(key, getattr(self, key), allowed)
         for key in ("high_share", "budget", "outlier_share"):

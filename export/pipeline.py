@@ -224,7 +224,7 @@ class _Run:
                 "sink_tokens": recipe.sink_tokens,
             },
             "transforms": {"down_hadamard": recipe.down_hadamard},
-            "permutation": {"tp_max": 1},
+            "permutation": {"tp_max": recipe.tp_max},
             "modules_to_not_convert": ["lm_head"],
         }
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from w4a4.configs.architecture import ModelConfig, refuse_unpackable
 from w4a4.configs.errors import UsageError
 from w4a4.configs.recipe import Recipe
+from w4a4.export.tensor_parallel import choose_tp_max
 from w4a4.kernels.layout import LinearLayout, Segment
 from w4a4.kernels.reference import block_hadamard
 
@@ -48,11 +49,12 @@ LayerPlan = Mapping[str, LinearPlan]
 
 
 def fit_recipe(recipe: Recipe, config: ModelConfig) -> Recipe:
-    """`recipe` for a model of shape `config`: the Hadamard before down_proj is the largest that divides its input.
+    """`recipe` for a model of shape `config`: the Hadamard before down_proj is the largest that divides its input, and
+    `tp_max` is chosen.
 
     Raises:
         UnsupportedError: sizes that a packed model cannot run with.
-        UsageError: a group size that does not divide every input.
+        UsageError: a group size that does not divide every input, or more ranks than the model allows.
     """
     refuse_unpackable(config)
     for name, (_, width) in config.linear_shapes().items():
@@ -61,7 +63,8 @@ def fit_recipe(recipe: Recipe, config: ModelConfig) -> Recipe:
                 f"recipe {recipe.name}: group_size {recipe.group_size} does not divide the {width} inputs of {name}",
                 "set group_size: 64, or 0 for one scale per row",
             )
-    return replace(recipe, down_hadamard=math.gcd(recipe.down_hadamard, config.intermediate_size))
+    fitted = replace(recipe, down_hadamard=math.gcd(recipe.down_hadamard, config.intermediate_size))
+    return replace(fitted, tp_max=choose_tp_max(config, fitted))
 
 
 def make_layout(

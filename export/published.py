@@ -11,6 +11,7 @@ from w4a4.calibrate.statistics import CalibrationStats
 from w4a4.configs.architecture import ModelConfig
 from w4a4.configs.recipe import Recipe
 from w4a4.export.plan import LayerPlan, LinearPlan, make_layout
+from w4a4.export.tensor_parallel import num_slices
 from w4a4.kernels.layout import LinearLayout
 
 OUTLIER_THRESHOLD = 2.0
@@ -38,7 +39,7 @@ def published_layout(
         if magnitude is None:
             precision = shared_map(columns, widest_share(columns, recipe.budget))
         else:
-            precision = outlier_map(magnitude, OUTLIER_THRESHOLD, recipe.budget)
+            precision = outlier_map(magnitude, OUTLIER_THRESHOLD, recipe.budget, num_slices(name, recipe))
     else:
         precision = uniform_map(columns, recipe.act_bits)
     return make_layout(rows, [(precision.width(bits), bits, weight_bits[bits]) for bits in (4, 8, 16)], recipe)
@@ -63,6 +64,8 @@ class IdentityTransform:
             magnitude = self.stats.channel(index, INPUT_OF[name], "absmax")
             layout = published_layout(name, shape, self.recipe, magnitude)
             widths = [segment.width for segment in layout.segments]
-            perm = magnitude_permutation(magnitude, widths).order.long() if len(widths) > 1 else None
+            perm = None
+            if len(widths) > 1:
+                perm = magnitude_permutation(magnitude, widths, num_slices(name, self.recipe)).order.long()
             plan[name] = LinearPlan(layout, perm)
         return weights, {}, plan

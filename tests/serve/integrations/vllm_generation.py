@@ -1,4 +1,6 @@
-"""Generates greedily with vLLM and prints the tokens: a process of its own, since vLLM has one engine in a process.
+"""Generates greedily with vLLM; prints the tokens and the log probabilities of the five likeliest first ones.
+
+A process of its own, since vLLM has one engine in a process.
 
 python vllm_generation.py FOLDER JSON: {"prompts": [[ids]], "num_tokens": n, ...} with further arguments of `vllm.LLM`.
 """
@@ -24,16 +26,17 @@ def main() -> None:
 
     llm = LLM(
         sys.argv[1],
-        dtype="float32",
         max_model_len=96,
         max_num_seqs=4,
         skip_tokenizer_init=True,
         compilation_config={"custom_ops": ["none"]},  # norms, RoPE and SwiGLU in PyTorch, bit for bit as ours
-        **{"enforce_eager": True, **settings},
+        **{"enforce_eager": True, "dtype": "float32", **settings},
     )
-    sampling = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
+    sampling = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, detokenize=False, logprobs=5)
     outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling)
-    print("TOKENS", json.dumps([list(output.outputs[0].token_ids) for output in outputs]))
+    texts = [output.outputs[0] for output in outputs]
+    first = [{token: entry.logprob for token, entry in text.logprobs[0].items()} for text in texts]
+    print("RESULT", json.dumps({"tokens": [list(text.token_ids) for text in texts], "first": first}))
 
 
 if __name__ == "__main__":
