@@ -7,7 +7,6 @@ reached is found out by one short connection attempt, so that a machine without 
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import os
 import re
@@ -28,6 +27,7 @@ from typing import IO, Final, Literal
 from w4a4.configs.aliases import HubModel, PackagedModel, known_models, nearest_aliases
 from w4a4.configs.architecture import ModelConfig, refuse_unpackable
 from w4a4.configs.errors import CheckpointError, NotFoundError, ResourceError, UnsupportedError, UsageError
+from w4a4.configs.json_file import read_json_object
 
 logger = logging.getLogger(__name__)
 
@@ -208,7 +208,8 @@ def _cached_snapshot(repo: str, revision: str) -> Location | None:
 def _has_weights(folder: Path) -> bool:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        shards = set(json.loads(index.read_text(encoding="utf-8")).get("weight_map", {}).values())
+        weight_map = read_json_object(index).get("weight_map")
+        shards = set(map(str, weight_map.values())) if isinstance(weight_map, dict) else set()
         return bool(shards) and all((folder / os.path.basename(shard)).is_file() for shard in shards)
     return any(folder.glob("*.safetensors"))
 
@@ -230,7 +231,7 @@ def _download_snapshot(repo: str, revision: str, hint: str) -> Location:
         if commit != revision:
             logger.info("%s @ %s is commit %s; name it with @%s to pin it", repo, revision, commit, commit)
         config = Path(hf_hub_download(repo, "config.json", revision=commit))
-        refuse_unpackable(ModelConfig.from_hf(json.loads(config.read_text(encoding="utf-8"))))
+        refuse_unpackable(ModelConfig.from_hf(read_json_object(config)))
         weights = [file for file in info.siblings or () if file.rfilename.endswith(".safetensors")]
         if not weights:
             raise UnsupportedError(
@@ -264,8 +265,6 @@ def _download_snapshot(repo: str, revision: str, hint: str) -> Location:
         raise NotFoundError(
             f"the hub did not deliver {repo} @ {revision}: {str(error).splitlines()[0]}", hint
         ) from error
-    except ValueError as error:
-        raise CheckpointError(f"{repo}: config.json is not JSON: {error}") from error
     return Location("hub", config.parent, commit)
 
 

@@ -186,6 +186,6 @@ def load_statistics(folder: Path) -> CalibrationStats:
         tensors = load_file(numbers)
         run = CalibrationRun(**document["run"])
         tokens = tensors.pop("tokens")
-    except (KeyError, TypeError, ValueError, SafetensorError) as error:
+    except (KeyError, TypeError, ValueError, RecursionError, SafetensorError) as error:
         raise CheckpointError(f"{folder}: not readable as statistics: {error}", "run w4a4 calibrate again") from error
     return CalibrationStats(run, tokens, tensors)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from w4a4.configs.errors import CheckpointError
+from w4a4.configs.json_file import read_json_object
 from w4a4.export.checkpoint import MANIFEST_FILE
 
 MANIFEST_VERSION = 1
@@ -54,11 +55,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST_FILE
     if path.is_symlink() and path.resolve().parent != folder.resolve() or not path.is_file():
         raise CheckpointError(f"{folder}: no {MANIFEST_FILE}", "without it hashes cannot be checked: fetch it again")
-    try:
-        manifest = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{MANIFEST_FILE}: not JSON ({error})", "fetch the checkpoint again") from error
-    files = manifest.get("files") if isinstance(manifest, dict) else None
+    manifest = read_json_object(path)
+    files = manifest.get("files")
     if not isinstance(files, dict) or not all(
         isinstance(entry, dict) and type(entry.get("size")) is int and isinstance(entry.get("sha256"), str)
         for entry in files.values()
@@ -66,7 +64,6 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{MANIFEST_FILE}: got {str(files)[:60]}, expected files with size and sha256", "fetch the checkpoint again"
         )
-    assert isinstance(manifest, dict)
     return manifest
 
 

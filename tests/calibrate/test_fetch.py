@@ -118,6 +118,21 @@ def test_a_listening_hub_is_reachable(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
         assert hub_is_reachable()
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+        assert not hub_is_reachable()
+
+
+@pytest.mark.parametrize(("index", "error"), [("{", CheckpointError), ("[]", CheckpointError), ("{}", NotFoundError)])
+def test_a_broken_index_in_the_cache_is_told(
+    index: str, error: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    snapshot = tmp_path / "models--org--name" / "snapshots" / ("a" * 40)
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    (snapshot / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(error):
+        locate("org/name", revision="a" * 40, offline=True)
 
 
 def test_the_command_ends_with_exit_code_3_in_time(tmp_path: Path) -> None:
