@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Callable, Iterator
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,12 @@ from w4a4.cli import vllm_engine
 from w4a4.cli.main import run
 from w4a4.configs.errors import UnsupportedError
 from w4a4.export.checkpoint import open_checkpoint
-from w4a4.serve.integrations.vllm import plugin, versions
+from w4a4.serve.integrations.vllm import launch, plugin, versions
 from w4a4.serve.integrations.vllm.ranks import refuse_uncuttable
 
 PackedFolder = Callable[..., Path]
+
+PLUGIN = "w4a4.serve.integrations.vllm.plugin:register"
 
 
 @pytest.fixture
@@ -38,6 +42,7 @@ def executed(monkeypatch: pytest.MonkeyPatch, installed: Callable[..., None]) ->
 
     installed(("vllm", "0.32.0"))
     monkeypatch.setattr(vllm_engine, "execute", record)
+    monkeypatch.setattr(launch, "entry_points", lambda group: [EntryPoint("w4a4", PLUGIN, group)])
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     yield arguments
 
@@ -148,6 +153,20 @@ def test_an_unsupported_vllm_is_left_alone(installed: Callable[..., None], caplo
     installed(("vllm", "0.20.0"))
     plugin.register()
     assert "vllm 0.20.0 is installed" in caplog.text
+
+
+def test_the_plug_in_is_declared_where_vllm_looks(
+    packed_folder: PackedFolder,
+    executed: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
+    assert project["entry-points"][launch.PLUGIN_GROUP] == {"w4a4": PLUGIN}
+    assert EntryPoint("w4a4", PLUGIN, launch.PLUGIN_GROUP).load() is plugin.register
+    monkeypatch.setattr(launch, "entry_points", lambda group: [])
+    assert run(["serve", str(packed_folder("llama")), "--engine", "vllm"]) == 4
+    assert "does not declare its vLLM plug-in" in capsys.readouterr().err and not executed
 
 
 def test_the_command_is_a_click_command() -> None:
