@@ -7,6 +7,7 @@ Standard library only: `w4a4 --help` and the command line's early refusals impor
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -167,7 +168,10 @@ def refuse_unsupported(config: Mapping[str, Any]) -> None:
             raise UnsupportedError(f"{model_type} is a mixture of experts ({key} = {experts})", _HINT)
     if model_type not in SUPPORTED:
         raise UnsupportedError(f"architecture {model_type!r} is not supported (model_type in config.json)", _HINT)
-    for name in config.get("architectures") or ():
+    architectures = config.get("architectures") or []
+    if not isinstance(architectures, list):
+        raise CheckpointError(f"config.json: architectures must be a list, got {str(architectures)[:60]}")
+    for name in architectures:
         if not str(name).endswith("ForCausalLM"):
             raise UnsupportedError(f"{name} is not a causal language model", _HINT)
     method = quantization_method(config)
@@ -213,8 +217,8 @@ def _count(config: Mapping[str, Any], key: str, default: int | None = None) -> i
 
 
 def _positive(value: Any, name: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
-        raise CheckpointError(f"config.json: {name} must be a positive number, got {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
+        raise CheckpointError(f"config.json: {name} must be a positive number, got {str(value)[:60]}")
     return float(value)
 
 

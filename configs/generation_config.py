@@ -6,7 +6,6 @@ Taken from it are the tokens that end an answer and the defaults of sampling, as
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -90,7 +89,7 @@ def _in_range(value: Any, name: str) -> Any:
         return None
     low, high = _RANGES[name]
     kinds = (int,) if name == "top_k" else (int, float)
-    is_number = isinstance(value, kinds) and not isinstance(value, bool) and math.isfinite(value)
+    is_number = isinstance(value, kinds) and not isinstance(value, bool)
     if not is_number or not low <= value <= high or (name == "top_p" and value == 0):
         expected = f"a {'whole ' if name == 'top_k' else ''}number between {low:g} and {high:g}"
         raise CheckpointError(f"{FILE}: {name} is {str(value)[:60]!r}, expected {expected}")

@@ -126,6 +126,8 @@ def test_float_weights_declared_as_no_quantisation_pass() -> None:
         ({"num_key_value_heads": 3}, "evenly"),
         ({"head_dim": 15}, "even"),
         ({"rms_norm_eps": 0}, "rms_norm_eps"),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps"),
+        ({"architectures": 5.5}, "architectures must be a list"),
         ({"rope_theta": float("nan")}, "rope_theta"),
         ({"rope_scaling": {"rope_type": "linear"}}, "rope factor"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor"),

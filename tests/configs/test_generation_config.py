@@ -52,6 +52,7 @@ def test_what_is_said_wins() -> None:
         ("temperature", True),
         ("top_p", 0),
         ("top_p", 1.5),
+        ("top_p", 10**400),
         ("top_k", -2),
         ("top_k", 2.5),
         ("min_p", [0.1]),
