@@ -31,7 +31,7 @@ def tiny() -> ModuleType:
 def written(tiny: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A sound checkpoint; do not change it."""
     output = tmp_path_factory.mktemp("written") / "tiny-w4a4"
-    tiny.write(output, tiny.tokenizer_files(tmp_path_factory.mktemp("tokenizer")))
+    tiny.write(output)
     return output
 
 

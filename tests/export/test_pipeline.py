@@ -99,7 +99,7 @@ def test_every_recipe_gives_a_sound_checkpoint(
     assert declared["activations"] == {
         "bits": recipe.act_bits, "symmetric": recipe.act_symmetric, "default_act": "map",
     }  # fmt: skip
-    assert declared["transforms"] == {"down_hadamard": 64 if name == "dual" else 1}
+    assert declared["transforms"] == {"down_hadamard": 64 if name in ("dual", "fmpq-int8") else 1}
     for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
         assert (output / file).read_bytes() == (source.identity.path / file).read_bytes()
     assert json.loads((output / "generation_config.json").read_text())["eos_token_id"] == [257, 256]
@@ -120,7 +120,7 @@ def test_every_recipe_gives_a_sound_checkpoint(
 
 @pytest.mark.parametrize("kind", ["llama-tied-biased", "mistral", "qwen2", "qwen2-sliding", "qwen3"])
 def test_every_architecture_survives_the_default_recipe(kind: str, model_folder: ModelFolder, tmp_path: Path) -> None:
-    source = open_source(str(model_folder(kind, **(SIZES | {"num_hidden_layers": 2}))))
+    source = open_source(str(model_folder(kind, tokenizer=True, **(SIZES | {"num_hidden_layers": 2}))))
     stats = calibrated(source)
     output = quantize(source, stats, DUAL, tmp_path / "out")
     assert verify_checkpoint(output) == []

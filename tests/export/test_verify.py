@@ -169,6 +169,6 @@ def test_what_cannot_be_judged_raises(breakable: Any, tmp_path: Path) -> None:
 
 
 def test_resharded_checkpoint_is_the_same(tiny: ModuleType, tmp_path: Path) -> None:
-    tiny.write(tmp_path / "one", tiny.tokenizer_files(tmp_path), max_shard_bytes=10**9)
+    tiny.write(tmp_path / "one", max_shard_bytes=10**9)
     assert [p.name for p in (tmp_path / "one").glob("*.safetensors")] == ["model-00001-of-00001.safetensors"]
     assert found(tmp_path / "one") == []

@@ -37,14 +37,14 @@ def write_one_layer(tiny: ModuleType, output: Path, run: dict[str, Any] | None =
 
 def test_output_is_complete_and_nothing_else_is_left(tiny: ModuleType, tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
-    side = tmp_path / "in" / "tokenizer.json"
-    side.write_text('{"a": 1}')
+    side = tmp_path / "in" / "chat_template.jinja"
+    side.write_text("{{ 1 }}")
     own = tmp_path / "in" / "README.md"
     own.write_text("# the source's card")
-    assert tiny.write(tmp_path / "new" / "out", (side, own)) == [0, 1]
+    assert tiny.write(tmp_path / "new" / "out", (*tiny.TOKENIZER_FILES, side, own)) == [0, 1]
     assert hidden_folders(tmp_path / "new") == []
     files = tiny.bytes_of(tmp_path / "new" / "out")
-    assert files["tokenizer.json"] == b'{"a": 1}' and files["README.md"] == b"# tiny\n"
+    assert files["chat_template.jinja"] == b"{{ 1 }}" and files["README.md"] == b"# tiny\n"
     assert files["recipe.yaml"] == b"name: dual\n"
     manifest = json.loads(files["w4a4_manifest.json"])
     assert set(manifest["files"]) == set(files) - {"w4a4_manifest.json"}

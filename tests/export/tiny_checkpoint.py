@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +48,8 @@ SHAPES = {
     "mlp.down_proj": (64, 96),
 }
 RUN = {"source": "tiny", "seed": 0}
+TOKENIZER_FILES = tuple(sorted(Path(__file__).with_name("tiny_tokenizer").iterdir()))
+"""One that knows the model's 40 tokens."""
 
 
 def random_linear(layout: LinearLayout, seed: int, has_perm: bool = True, has_bias: bool = False) -> PackedLinear:
@@ -105,19 +106,7 @@ def rest() -> dict[str, Tensor]:
     }
 
 
-def tokenizer_files(folder: Path) -> tuple[Path, ...]:
-    """The files of a tokenizer that knows the model's 40 tokens, written to `folder`."""
-    backend = {
-        "version": "1.0",
-        "model": {"type": "WordLevel", "vocab": {f"word{index}": index for index in range(40)}, "unk_token": "word0"},
-        "added_tokens": [],
-    }
-    (folder / "tokenizer.json").write_text(json.dumps(backend))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
-    return folder / "tokenizer.json", folder / "tokenizer_config.json"
-
-
-def write(output: Path, side_files: tuple[Path, ...] = (), max_shard_bytes: int = 30_000) -> list[int]:
+def write(output: Path, side_files: tuple[Path, ...] = TOKENIZER_FILES, max_shard_bytes: int = 30_000) -> list[int]:
     """The whole run, resuming what is there; each layer checks the state it continues. Returns the layers written."""
     written = []
     with CheckpointWriter(output, RUN) as writer:
