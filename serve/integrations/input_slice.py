@@ -78,15 +78,16 @@ class InputSlice:
         int4, int8, bf16 = (_columns(parts) for parts in kinds.values())
         own_perm = None
         if perm is not None:
-            own_perm = (perm.long()[mine] - rank * (layout.in_features // num_ranks)).to(torch.int32)
-        return cls(replace(layout, segments=tuple(segments)), own_perm, int4, int8, bf16, torch.tensor(scales))
+            own_perm = (perm.long().cpu()[mine] - rank * (layout.in_features // num_ranks)).to(torch.int32)
+        kept = torch.tensor(scales, dtype=torch.int64, device="cpu")
+        return cls(replace(layout, segments=tuple(segments)), own_perm, int4, int8, bf16, kept)
 
     def cut(self, suffix: str, stored: Tensor) -> Tensor:
-        """The rank's part of the stored tensor of that suffix."""
+        """The rank's part of the stored tensor of that suffix, on its device."""
         if suffix == "weight_packed":
-            return pack_int4(unpack_int4(stored).index_select(1, self.int4))
+            return pack_int4(unpack_int4(stored).index_select(1, self.int4.to(stored.device)))
         columns = {"weight_int8": self.int8, "weight_outlier": self.bf16, "weight_scale": self.scales}
-        return stored.index_select(1, columns[suffix])
+        return stored.index_select(1, columns[suffix].to(stored.device))
 
 
 def segment_weights(layout: LinearLayout, stored: dict[str, Tensor]) -> tuple[Tensor, ...]:
@@ -107,8 +108,8 @@ def segment_weights(layout: LinearLayout, stored: dict[str, Tensor]) -> tuple[Te
 
 
 def _owners(layout: LinearLayout, perm: Tensor | None, num_ranks: int) -> Tensor:
-    """int64 [K]: the rank that owns each stored column."""
-    channels = torch.arange(layout.in_features) if perm is None else perm.long().cpu()
+    """int64 [K] on the CPU, whatever the default device is while a model is built: the rank of each stored column."""
+    channels = torch.arange(layout.in_features, device="cpu") if perm is None else perm.long().cpu()
     return channels // (layout.in_features // num_ranks)
 
 
@@ -118,4 +119,4 @@ def _weight_widths(layout: LinearLayout, mine: Tensor) -> list[tuple[int, int]]:
 
 
 def _columns(parts: list[Tensor]) -> Tensor:
-    return torch.cat(parts).nonzero().flatten() if parts else torch.empty(0, dtype=torch.int64)
+    return torch.cat(parts).nonzero().flatten() if parts else torch.empty(0, dtype=torch.int64, device="cpu")

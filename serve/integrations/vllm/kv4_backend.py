@@ -82,13 +82,16 @@ def load_own_heads(parameter: nn.Parameter, loaded: Tensor) -> None:
 
 @dataclass
 class KV4Metadata:
-    """A step: its sequences in terms of our pages, and where each token's K and V go."""
+    """A step: its sequences in terms of our pages, where each token's K and V go, and the rotation that is left to do,
+    which is none: cos 1 and sin 0, f32 [T, D / 2]."""
 
     num_actual_tokens: int
     layout: KVPageLayout
     batch: KVBatch
     slots: Tensor
     sink_slots: Tensor | None
+    cos: Tensor
+    sin: Tensor
 
 
 class KV4Builder(AttentionMetadataBuilder):
@@ -122,7 +125,8 @@ class KV4Builder(AttentionMetadataBuilder):
             first[:, 0] + self.token_pages if self.num_sinks else None,
         )
         slots, sink_slots = batch.slots(self.layout), batch.sink_slots(self.layout)
-        return KV4Metadata(common.num_actual_tokens, self.layout, batch, slots, sink_slots)
+        cos = torch.ones(common.num_actual_tokens, self.layout.head_dim // 2, device=blocks.device)
+        return KV4Metadata(len(cos), self.layout, batch, slots, sink_slots, cos, torch.zeros_like(cos))
 
 
 class KV4SinkBuilder(KV4Builder):
@@ -183,9 +187,8 @@ class KV4Impl(AttentionImpl):
         step, count = attn_metadata, attn_metadata.num_actual_tokens
         pages = kv_cache.view(torch.uint8).view(-1, step.layout.num_kv_heads, step.layout.head_bytes)
         qkv = torch.cat([query[:count], key[:count], value[:count]], 1)
-        cos = torch.ones(count, self.head_size // 2, device=qkv.device)
         rotated = kv_rope_write(
-            qkv, cos, torch.zeros_like(cos), pages, step.slots, step.layout, step.sink_slots,
+            qkv, step.cos, step.sin, pages, step.slots, step.layout, step.sink_slots,
             getattr(layer, "k_mean", None), layer.kv4_hadamard,
         )  # fmt: skip
         attended = kv_attention(rotated, pages, step.batch, step.layout, self.scale, self.window)

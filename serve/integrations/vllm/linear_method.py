@@ -90,15 +90,16 @@ class W4A4LinearMethod(LinearMethodBase):
             UnsupportedError: no kernels for the device.
         """
         device = getattr(layer, BIAS).device
-        stored = {suffix: getattr(layer, suffix).data.cpu() for suffix in _WEIGHTS if hasattr(layer, suffix)}
+        loaded = {
+            name: _plain(getattr(layer, name)) for name in (*_WEIGHTS, BIAS, "input_perm") if hasattr(layer, name)
+        }
+        stored = {suffix: loaded[suffix] for suffix in _WEIGHTS if suffix in loaded}
         scales = stored.get("weight_scale", torch.empty(self.layout.out_features, 0))
         if not bool((scales.isfinite() & (scales > 0)).all()):
             raise CheckpointError(f"{self.members[0]}: weight scales must be finite and > 0", "w4a4 verify DIR")
-        perm = self.cut.perm if self.cut else getattr(layer, "input_perm", None)
-        bias: Tensor | None = getattr(layer, BIAS).data.cpu()
-        is_first = self.cut is None or layer.tp_rank == 0
-        if not is_first or bias is None or not bool(bias.any()):
-            bias = None
+        perm = self.cut.perm if self.cut else loaded.get("input_perm")
+        is_added_here = self.cut is None or layer.tp_rank == 0  # once, where ranks add up
+        bias = loaded[BIAS] if is_added_here and bool(loaded[BIAS].any()) else None
         act = self.act or ("map" if device.type == "cpu" else "a8")
         try:
             layer.packed = ops.prepare_linear(
@@ -118,6 +119,11 @@ class W4A4LinearMethod(LinearMethodBase):
             rows = rows.to(torch.bfloat16)
         y = ops.linear_forward(ops.quantize_activation(rows.contiguous(), linear), linear)
         return y.view(*x.shape[:-1], y.shape[-1]).to(x.dtype)
+
+
+def _plain(parameter: Tensor) -> Tensor:
+    """A loaded parameter as an ordinary tensor on the CPU."""
+    return parameter.detach().cpu().as_subclass(Tensor)
 
 
 def _empty_tensors(layout: LinearLayout, rows: int) -> dict[str, Tensor]:

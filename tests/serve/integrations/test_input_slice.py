@@ -81,6 +81,15 @@ def test_channels_in_any_order_are_cut_by_who_owns_them() -> None:
     assert torch.equal(share.cut("weight_int8", stored["weight_int8"]), stored["weight_int8"][:, 32:])
 
 
+def test_no_default_device_gets_in_the_way() -> None:
+    """vLLM builds a model under the device it will run on; what is cut was read on the CPU."""
+    layout = LAYOUTS["four segments"]
+    with torch.device("meta"):
+        share = InputSlice.of(layout, None, 1, 2)
+    for suffix, tensor in stored_tensors(layout).items():
+        assert torch.equal(share.cut(suffix, tensor), InputSlice.of(layout, None, 1, 2).cut(suffix, tensor))
+
+
 @pytest.mark.parametrize(
     ("layout", "perm", "num_ranks", "reason"),
     [
