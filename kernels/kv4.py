@@ -122,7 +122,7 @@ class KVBatch:
 
         def compute() -> tuple[Tensor, KVBatch]:
             device = self.block_tables.device
-            index = torch.tensor(sequences, device=device)
+            index = torch.tensor(sequences, pin_memory=device.type == "cuda").to(device, non_blocking=True)
             starts = torch.arange(len(sequences) + 1, dtype=torch.int32, device=device)
             sinks = None if self.sink_pages is None else self.sink_pages[index]
             batch = KVBatch(self.block_tables[index], starts, self.context_lengths[index], sinks)

@@ -29,8 +29,8 @@ from w4a4.serve.batches import build_batch
 from w4a4.serve.detokenizer import Detokenizer
 from w4a4.serve.pages import PagePool
 from w4a4.serve.request import FinishReason, Output, Request, Sequence, TokenLogprob
-from w4a4.serve.runner import Runner
-from w4a4.serve.sampler import PendingTokens, Sampled, Sampler, gather_logprobs
+from w4a4.serve.runner import Batch, Runner
+from w4a4.serve.sampler import PendingTokens, Sampled, Sampler, gather_logprobs, on_device
 from w4a4.serve.scheduler import Scheduled, Scheduler, SchedulerLimits
 
 logger = logging.getLogger("w4a4.serve.engine")
@@ -298,27 +298,26 @@ class Engine:
 
     def step(self) -> None:
         """One step for whatever there is to do."""
-        if self._ahead is not None and not self._may_stay_ahead():
-            self._settle()
         plan = self._scheduler.schedule()
         if not plan:
             assert not self._scheduler.has_work, "the scheduler has work and plans none of it"
             self._emit()
             return
         batch, num_logit_rows = build_batch(plan, self._scheduler.tables, self.info.page_size)
-        sequences = [entry.sequence for entry in plan]
         if self._ahead is not None:
-            batch = replace(batch, device_ids=_rows_of(self._ahead, sequences))
+            batch = replace(batch, device_ids=_device_ids(batch, self._ahead, plan))
         start = time.perf_counter()
         logits = self._runner.step(batch)
         if logits.shape != (batch.logit_rows.shape[0], self.info.vocab_size):
             raise RuntimeError(f"the runner returned {tuple(logits.shape)} logits for {batch.logit_rows.shape[0]} rows")
         self._settle()
-        if self.info.is_asynchronous and batch.is_decode and all(map(_can_run_ahead, plan)):
-            self._ahead = _Ahead(sequences, self._sampler.sample_later(logits, sequences))
+        if self.info.is_asynchronous and all(map(_can_run_ahead, plan)):
+            sampled_ones = [entry.sequence for entry in plan if entry.is_sampled]
+            if sampled_ones:
+                self._ahead = _Ahead(sampled_ones, self._sampler.sample_later(logits, sampled_ones))
             self._runner_seconds += time.perf_counter() - start
             self._scheduler.commit(plan)
-            for sequence in sequences:
+            for sequence in sampled_ones:
                 sequence.num_ahead = int(not sequence.is_finished)
             self._num_steps += 1
             self._emit()
@@ -332,16 +331,6 @@ class Engine:
         self._append(sampled)
         if not self.info.is_asynchronous or not self._scheduler.has_work:
             self._emit()
-
-    def _may_stay_ahead(self) -> bool:
-        """Whether the next step is the same sequences' next tokens, whatever the last ones are."""
-        scheduler = self._scheduler
-        running = scheduler.running
-        return (
-            (not scheduler.waiting or len(running) >= self.config.max_num_seqs)
-            and scheduler.pool.num_available >= len(running)  # nobody is preempted
-            and all(sequence.num_ahead for sequence in running)
-        )
 
     def _settle(self) -> None:
         """Wait for the tokens of the step that ran ahead, if any, and add them to their sequences."""
@@ -526,21 +515,31 @@ class Engine:
 
 
 def _can_run_ahead(entry: Scheduled) -> bool:
-    """Whether the next step can do without the host's knowledge of the token that this one samples."""
+    """Whether the next step can do without the host's knowledge of what this one says about a sequence."""
     sequence = entry.sequence
+    params = sequence.request.params
     return sequence.is_finished or (
-        entry.is_sampled
-        and sequence.is_plain
-        and sequence.request.params.logprobs is None
-        and sequence.num_output + 1 < sequence.max_tokens
+        params.prompt_logprobs is None
+        and (
+            not entry.is_sampled
+            or (sequence.is_plain and params.logprobs is None and sequence.num_output + 1 < sequence.max_tokens)
+        )
     )
 
 
-def _rows_of(ahead: _Ahead, sequences: list[Sequence]) -> torch.Tensor:
-    """The tokens of `sequences`, in their order, out of those of a step that ran ahead; int64 [B] on their device."""
+def _device_ids(batch: Batch, ahead: _Ahead, plan: list[Scheduled]) -> torch.Tensor:
+    """The step's input ids on the device, int64 [T]: those that the host knows, and those of a step that ran ahead."""
     tokens = ahead.pending.tokens
-    if len(sequences) == len(ahead.sequences):
+    if batch.is_decode and [entry.sequence for entry in plan] == ahead.sequences:
         return tokens
-    rows = {id(sequence): row for row, sequence in enumerate(ahead.sequences)}
-    index = torch.tensor([rows[id(sequence)] for sequence in sequences], pin_memory=tokens.is_cuda)
-    return tokens[index.to(tokens.device, non_blocking=True)]
+    places = {id(sequence): place for place, sequence in enumerate(ahead.sequences)}
+    pairs = [
+        (row, places[id(entry.sequence)])
+        for row, entry in zip(batch.query_start.tolist(), plan, strict=False)
+        if entry.sequence.num_ahead
+    ]
+    ids = on_device(batch.input_ids, tokens.device)
+    if pairs:
+        rows, sources = on_device(torch.tensor(pairs).T, tokens.device)
+        ids = ids.index_copy(0, rows, tokens[sources])
+    return ids

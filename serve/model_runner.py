@@ -20,6 +20,7 @@ from w4a4.serve.device import choose_device
 from w4a4.serve.model import CausalLM
 from w4a4.serve.pages import plan_pool
 from w4a4.serve.runner import Batch, LayerPlan, RunnerInfo
+from w4a4.serve.sampler import on_device
 from w4a4.serve.settings import ServeSettings
 
 GRAPH_BYTES = 1 << 30
@@ -123,15 +124,15 @@ class ModelRunner:
         if self.graphs is not None and batch.is_decode and batch.num_seqs <= self.graphs.max_batch:
             ids = batch.input_ids if batch.device_ids is None else batch.device_ids
             logits = self.graphs.step(ids, batch.context_lens, batch.sink_slots, batch.block_tables)
-            return logits if is_all_rows else logits[batch.logit_rows.to(device, non_blocking=True)]
-        sinks = batch.sink_slots.to(device, non_blocking=True) if self.info.num_sink_slots else None
-        tables = batch.block_tables.to(device, non_blocking=True)
+            return logits if is_all_rows else logits[on_device(batch.logit_rows, device)]
+        sinks = on_device(batch.sink_slots, device) if self.info.num_sink_slots else None
+        tables = on_device(batch.block_tables, device)
         starts, lengths = batch.query_start.tolist(), batch.context_lens.tolist()
         indices = self.cache.known_batch(tables, starts, lengths, sinks)
-        ids = batch.input_ids.to(device, non_blocking=True) if batch.device_ids is None else batch.device_ids
+        ids = on_device(batch.input_ids, device) if batch.device_ids is None else batch.device_ids
         hidden = self.model.forward(ids, indices, self.cache)
         if not is_all_rows:
-            hidden = hidden[batch.logit_rows.to(device, non_blocking=True)]
+            hidden = hidden[on_device(batch.logit_rows, device)]
         return self.model.logits(hidden)
 
     def explain(self) -> list[LayerPlan]:

@@ -93,7 +93,7 @@ class Sampler:
         sampled_rows = [row for row, sequence in enumerate(sequences) if not sequence.request.params.is_greedy]
         if sampled_rows:
             everything = len(sampled_rows) == len(sequences)
-            index = _moved(torch.tensor(sampled_rows), logits.device)
+            index = on_device(torch.tensor(sampled_rows), logits.device)
             drawn = self._draw(
                 logits if everything else logits[index], [sequences[row] for row in sampled_rows], best[index]
             )
@@ -152,15 +152,15 @@ class Sampler:
         """One token per row [R, V] by temperature, min_p, top_k and top_p; `best` is each row's largest logit."""
         params = [sequence.request.params for sequence in sequences]
         device = logits.device
-        temperature = _moved(torch.tensor([param.temperature for param in params]), device).unsqueeze(1)
+        temperature = on_device(torch.tensor([param.temperature for param in params]), device).unsqueeze(1)
         scaled = (logits - best.unsqueeze(1)) / temperature
         if any(param.min_p > 0 for param in params):
             # p_i >= min_p * p_max in logits: no softmax needed, and the best token always stays.
-            floor = _moved(torch.tensor([param.min_p for param in params]), device).log().unsqueeze(1)
+            floor = on_device(torch.tensor([param.min_p for param in params]), device).log().unsqueeze(1)
             scaled = scaled.masked_fill(scaled < floor, -torch.inf)
         limited = [row for row, param in enumerate(params) if param.top_k > 0 or param.top_p < 1]
         if limited:
-            index = _moved(torch.tensor(limited), device)
+            index = on_device(torch.tensor(limited), device)
             scaled[index] = _limit(scaled[index], [params[row] for row in limited])
         probabilities = torch.softmax(scaled, dim=-1)
         noise = self._noise(probabilities, sequences)
@@ -181,7 +181,7 @@ class Sampler:
         else:
             if unseeded:
                 shared = torch.empty(len(unseeded), like.shape[1], dtype=like.dtype, device=like.device)
-                noise[_moved(torch.tensor(unseeded), like.device)] = shared.exponential_(generator=self._generator)
+                noise[on_device(torch.tensor(unseeded), like.device)] = shared.exponential_(generator=self._generator)
             for row, sequence in enumerate(sequences):
                 if sequence.request.params.seed is not None:
                     noise[row].exponential_(generator=self._state(sequence, like.device).generator)
@@ -198,17 +198,17 @@ def _limit(scaled: Tensor, params: Rows[SamplingParams]) -> Tensor:
     device = scaled.device
     ordered = scaled.sort(dim=-1, descending=True).values
     top_k = torch.tensor([min(param.top_k, vocab_size) if param.top_k > 0 else vocab_size for param in params])
-    threshold = ordered.gather(1, _moved(top_k - 1, device).unsqueeze(1))
+    threshold = ordered.gather(1, on_device(top_k - 1, device).unsqueeze(1))
     ordered = ordered.masked_fill(ordered < threshold, -torch.inf)
     probabilities = torch.softmax(ordered, dim=-1)
-    top_p = _moved(torch.tensor([param.top_p for param in params]), device).unsqueeze(1)
+    top_p = on_device(torch.tensor([param.top_p for param in params]), device).unsqueeze(1)
     before = probabilities.cumsum(dim=-1) - probabilities  # probability of everything better
     num_kept = ((before < top_p) & (ordered > -torch.inf)).sum(dim=-1, keepdim=True).clamp(min=1)
     threshold = torch.maximum(threshold, ordered.gather(1, num_kept - 1))
     return scaled.masked_fill(scaled < threshold, -torch.inf)
 
 
-def _moved(values: Tensor, device: torch.device) -> Tensor:
+def on_device(values: Tensor, device: torch.device) -> Tensor:
     """Host values on `device`, without waiting for what it does."""
     return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values
 
