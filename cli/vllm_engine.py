@@ -52,6 +52,8 @@ def vllm_flags(context: click.Context, folder: Path) -> list[str]:
             continue
         if name in _SWITCHES:
             flags += [_SWITCHES[name]] if value is (name == "eager") else []
+        elif name == "generation_config":
+            flags += ["--generation-config", "auto" if value == "auto" else "vllm"]
         elif name in _SAME_IN_VLLM:
             if name not in ("host", "port", "served_model_name"):
                 flags += [_SAME_IN_VLLM[name], *map(str, value if isinstance(value, tuple) else (value,))]

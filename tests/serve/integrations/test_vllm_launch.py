@@ -54,6 +54,7 @@ def pairs(arguments: list[str]) -> dict[str, str]:
 def test_options_are_translated_and_unknown_ones_pass(packed_folder: PackedFolder, executed: list[str]) -> None:
     folder = packed_folder("llama", down_hadamard=64)
     given = ["-tp", "2", "--act", "a8", "--port", "9", "--max-num-seqs", "3", "--no-prefix-caching", "--eager"]
+    given += ["--generation-config", "none"]
     assert run(["serve", str(folder), "--engine", "vllm", *given, "--kv-transfer-config", "{}", "--enable-lora"]) == 0
     flags = pairs(executed)
     assert executed[1:5] == ["-m", "vllm.entrypoints.cli.main", "serve", str(folder)]
@@ -61,6 +62,7 @@ def test_options_are_translated_and_unknown_ones_pass(packed_folder: PackedFolde
     assert flags["--additional-config"] == '{"w4a4": {"act": "a8"}}' and flags["--dtype"] == "float32"
     assert (flags["--host"], flags["--port"], flags["--max-num-seqs"]) == ("127.0.0.1", "9", "3")
     assert "--no-enable-prefix-caching" in flags and "--enforce-eager" in flags
+    assert flags["--generation-config"] == "vllm"  # its word for none
     assert flags["--served-model-name"] == "packed" and "--attention-backend" not in flags
     assert executed[-3:] == ["--kv-transfer-config", "{}", "--enable-lora"]
 
