@@ -20,6 +20,7 @@ import accuracy_tables  # noqa: E402
 import bench_tables  # noqa: E402
 import performance_plots  # noqa: E402
 import performance_tables  # noqa: E402
+import quantize_layer_table  # noqa: E402
 from markdown_tables import block_names, replace_block  # noqa: E402
 
 PAGES = ("accuracy.md", "performance.md", "recipe.md")
@@ -35,6 +36,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "bench-perplexity": bench_tables.perplexity,
     "gemm": performance_tables.gemm,
     "quantize": performance_tables.quantize,
+    "quantize-layer": quantize_layer_table.quantize_layer,
     "kv4": performance_tables.kv4,
     "kv-capacity": performance_tables.kv_capacity,
 }
