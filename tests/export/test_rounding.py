@@ -94,10 +94,10 @@ def test_bad_input_is_named() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize(("rows", "columns"), [(40, 576), (7, 2000)])
 def test_a_gpu_finds_the_scales_that_a_cpu_finds(rows: int, columns: int) -> None:
-    """Where two factors of the grid are as good, the order of a sum decides."""
+    """To rounding; where two factors of the grid are as good, the order of a sum decides."""
     weight = _weight(rows, columns + 64, 5)[:, :columns]
     diagonal = torch.rand(columns, generator=torch.Generator().manual_seed(6))
     expected = row_scales(weight, 4, diagonal, search=True)
     found = row_scales(weight.cuda(), 4, diagonal.cuda(), search=True).cpu()
-    assert (found == expected).float().mean() > 0.95
+    assert ((found / expected - 1).abs() < 1e-5).float().mean() > 0.9
     torch.testing.assert_close(found, expected, rtol=0.05, atol=0)
