@@ -52,6 +52,7 @@ def tracked(room: str) -> list[str]:
 def test_it_holds_every_module_and_data_file_and_nothing_at_the_top(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
+        declared = archive.read(next(name for name in names if name.endswith("entry_points.txt"))).decode()
     files = [name for room in ROOMS for name in tracked(room)]
     assert any(name.endswith(".yaml") for name in files)
     assert any(name.startswith("calibrate/data/") for name in files)
@@ -60,6 +61,7 @@ def test_it_holds_every_module_and_data_file_and_nothing_at_the_top(wheel: Path)
     tops = {name.split("/")[0] for name in names}
     assert tops == {"w4a4", next(top for top in tops if top.endswith(".dist-info"))}
     assert any(name.endswith("licenses/LICENSE") for name in names)
+    assert "[vllm.general_plugins]\nw4a4 = w4a4.serve.integrations.vllm.plugin:register" in declared
 
 
 def test_the_command_runs_outside_the_repository(python: Path, tmp_path: Path) -> None:
