@@ -4,9 +4,10 @@
     hidden, codes, scales = rmsnorm_quantize(x, residual, weight, eps, layout, perm)
     codes, scales = silu_mul_quantize(gate_up, layout, perm)
 
-One launch each, bf16 in, what `gemm_sm90.gemm` takes out. Between reading bf16 and writing codes everything is float32
-(the reference on float32 inputs); only the residual sum is rounded, because it is stored. The kernel itself is in
-`quantize_sm90_kernel`; compiled objects come from `compile_cache`.
+One launch each, bf16 in, what `gemm_sm90.gemm` takes out: the reference's codes and scales as `lanes` there puts them.
+Between reading bf16 and writing codes everything is float32 (the reference on float32 inputs); only the residual sum
+is rounded, because it is stored. The kernel itself is in `quantize_sm90_kernel`; compiled objects come from
+`compile_cache`.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ def prepare_weights(
 
 
 def quantize(x: Tensor, layout: LinearLayout, perm: Tensor | None) -> QuantizedActivation:
-    """Quantise x bf16 [T, K]."""
+    """Quantise x bf16 [T, K]. Codes and scales are the reference's as `gemm_sm90.lanes` puts them."""
     if unquantizable(layout):
         return _in_lanes(quantize_reference(x.float(), layout, perm), layout)
     codes, scales = quantize_sm90.quantize(x, layout, perm)
