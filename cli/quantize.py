@@ -83,6 +83,7 @@ def command(
     offline: bool,
     as_json: bool,
 ) -> None:
+    from w4a4.calibrate.shape_source import open_shape
     from w4a4.calibrate.source import open_source
     from w4a4.calibrate.statistics import load_statistics
     from w4a4.configs.recipe import load_recipe
@@ -95,7 +96,7 @@ def command(
     if fail_if_ppl_above is not None and not gate_tokens:
         raise UsageError("--fail-if-ppl-above needs text to score", "leave out --gate-tokens 0")
     asked = load_recipe(recipe, recipe_overrides(overrides, kv) | ({"tp_max": int(tp_max)} if tp_max else {}))
-    source = open_source(model, offline=offline, revision=revision)
+    source = (open_shape if dry_run else open_source)(model, offline=offline, revision=revision)
     chosen = fit_recipe(asked, source.config)
     console.say(explain_tp_max(source.config, asked, chosen))
     target = output or Path(f"{model_stem(model)}-w4a4")
