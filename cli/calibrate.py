@@ -55,6 +55,7 @@ def command(
     source = open_source(model, offline=offline, revision=revision)
     target = output or Path(f"{model_stem(model)}-statistics")
     check_output(target, source)
+    check_seq(seq, source)
     if dry_run:
         _show_plan(console, source, target, samples, seq, as_json)
         return
@@ -83,6 +84,13 @@ def check_output(target: Path, source: Source) -> None:
         raise UsageError(f"the output {target} exists", "choose another folder with -o, or remove it first")
 
 
+def check_seq(seq: int, source: Source) -> None:
+    """Raise UsageError for windows longer than the model's positions."""
+    longest = source.config.max_position_embeddings
+    if seq > longest:
+        raise UsageError(f"--seq {seq} is longer than the model's {longest} positions", f"--seq {longest} or less")
+
+
 def model_stem(model: str) -> str:
     """A name for folders made from what the user typed: the alias, or the last part of a path or hub id."""
     return Path(model.partition("@")[0].rstrip("/")).name.removesuffix(".gguf") or "model"
@@ -93,15 +101,12 @@ def calibration_run(
 ) -> tuple[CalibrationRun, Tensor]:
     """The tokens int64 [samples, seq] to calibrate on, and the record that says which they are.
 
-    Raises:
-        UsageError: windows longer than the model's positions, or text that is too short.
+    Raises UsageError for windows longer than the model's positions, or text that is too short.
     """
     from w4a4.calibrate.statistics import CalibrationRun
     from w4a4.calibrate.text import calibration_tokens, load_text, token_hash
 
-    longest = source.config.max_position_embeddings
-    if seq > longest:
-        raise UsageError(f"--seq {seq} is longer than the model's {longest} positions", f"--seq {longest} or less")
+    check_seq(seq, source)
     text = load_text(data, "train", offline=offline)
     tokens = calibration_tokens(source.tokenizer(), text, samples, seq, seed)
     described = f"{text.name} {text.split_name}, {text.origin}"

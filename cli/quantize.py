@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from w4a4.cli.calibrate import calibration_run, check_output, model_stem
+from w4a4.cli.calibrate import calibration_run, check_output, check_seq, model_stem
 from w4a4.cli.console import Console, format_bytes
 from w4a4.cli.newest_checkpoint import remember_checkpoint
 from w4a4.cli.options import calibration_options, common_options, device_option, option, pass_console, source_options
@@ -106,6 +106,7 @@ def command(
     stats = load_statistics(statistics) if statistics is not None else None
     if stats is not None:
         samples, seq = stats.run.samples, stats.run.seq
+    check_seq(seq, source)
     if dry_run or preflight:
         from w4a4.export.estimate import check_resources, estimate, measured_macs_per_second
 

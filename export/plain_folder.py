@@ -44,9 +44,7 @@ def write_plain_folder(
     """
     output = Path(os.path.abspath(output))
     if output.is_symlink() or (output.exists() and (output.is_file() or any(output.iterdir()))):
-        raise UsageError(
-            f"the output {output} exists", f"choose another folder with -o, or remove it: rm -r '{output}'"
-        )
+        raise UsageError(f"the output {output} exists", "choose another folder with -o, or remove it first")
     work = output.parent / f".{output.name}.w4a4-export"
     with disk_errors(work):
         shutil.rmtree(work, ignore_errors=True)

@@ -100,7 +100,7 @@ class CheckpointWriter:
             self._remove_published_work()
             raise UsageError(
                 f"the output {self.output} exists",
-                f"choose another folder with -o, or remove it: rm -r '{self.output}'",
+                "choose another folder with -o, or remove it first",
             )
         with disk_errors(self.work):
             self.work.mkdir(parents=True, exist_ok=True)

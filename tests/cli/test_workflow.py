@@ -154,8 +154,10 @@ def test_dry_runs_show_needs_and_write_nothing(invoke: Any, model: Path) -> None
         assert result.code == 0, result.err
         assert result.document["output"] == "out"
         assert "memory" in invoke(command, model, *CALIBRATION, "--dry-run").out
+        beyond = invoke(command, model, "--samples", 1, "--seq", 129, "--dry-run")
+        assert (beyond.code, "longer than the model's 128 positions" in beyond.err) == (2, True)
     assert list(Path().iterdir()) == []
-    assert "self_attn.q_proj" in invoke("quantize", model, "--dry-run", "--device", "cpu").out
+    assert "self_attn.q_proj" in invoke("quantize", model, *CALIBRATION, "--dry-run", "--device", "cpu").out
 
 
 def test_verify_and_inspect(invoke: Any, packed: Path, model: Path) -> None:
