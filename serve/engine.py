@@ -2,10 +2,10 @@
 
 Four doors: `submit` and `abort` from any thread, `stats` for a look, and a listener that is called from the engine's
 thread once per step with everything that is new. One step: take orders, schedule, run the model, sample, update
-sequences, hand out text. With a runner that returns before its device is done, steps of nothing but plain decoding run
-ahead: a step is launched with tokens that only the device knows yet, and the tokens and the text of the step before it
-are dealt with while the device works. A sequence that turns out to have ended has then been computed once more, for
-nothing.
+sequences, hand out text. With a runner that returns before its device is done, the host runs one step ahead: a step is
+launched with tokens that only the device knows yet, and the tokens and the text of the step before it are dealt with
+while the device works. A sequence that turns out to have ended has then been computed once more, for nothing. A step
+that samples something the host must see first (a grammar, penalties, log-probabilities, a last token) waits.
 
 A failure of the runner leaves the device in an unknown state, so it ends the engine: every request gets an error,
 nothing new is taken, and `failure` says why. A failure that belongs to one request (its logits are not finite, its
@@ -312,12 +312,11 @@ class Engine:
             raise RuntimeError(f"the runner returned {tuple(logits.shape)} logits for {batch.logit_rows.shape[0]} rows")
         self._settle()
         if self.info.is_asynchronous and all(map(_can_run_ahead, plan)):
-            sampled_ones = [entry.sequence for entry in plan if entry.is_sampled]
-            if sampled_ones:
-                self._ahead = _Ahead(sampled_ones, self._sampler.sample_later(logits, sampled_ones))
+            sequences = [entry.sequence for entry in plan if entry.is_sampled]  # perhaps none: then only time is kept
+            self._ahead = _Ahead(sequences, self._sampler.sample_later(logits, sequences))
             self._runner_seconds += time.perf_counter() - start
             self._scheduler.commit(plan)
-            for sequence in sampled_ones:
+            for sequence in sequences:
                 sequence.num_ahead = int(not sequence.is_finished)
             self._num_steps += 1
             self._emit()
@@ -518,12 +517,10 @@ def _can_run_ahead(entry: Scheduled) -> bool:
     """Whether the next step can do without the host's knowledge of what this one says about a sequence."""
     sequence = entry.sequence
     params = sequence.request.params
-    return sequence.is_finished or (
-        params.prompt_logprobs is None
-        and (
-            not entry.is_sampled
-            or (sequence.is_plain and params.logprobs is None and sequence.num_output + 1 < sequence.max_tokens)
-        )
+    return params.prompt_logprobs is None and (
+        not entry.is_sampled
+        or sequence.is_finished
+        or (sequence.is_plain and params.logprobs is None and sequence.num_output + 1 < sequence.max_tokens)
     )
 
 
