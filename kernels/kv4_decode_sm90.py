@@ -3,9 +3,10 @@
 One launch of a fixed grid. The work of a step is a line of tiles of 16 tokens, ordered by sequence, kv-head and
 position; each CTA takes an equal run of it, wherever sequences begin and end, so a long sequence among short ones is
 spread over as many CTAs as its tiles deserve. Lengths are read on the device. Inside a CTA every warp is on its own: it
-copies every fourth tile of the run into its private ring of shared memory (bulk copies, one mbarrier a stage) and keeps
-its own running softmax; warps meet when the run leaves a kv-head, the copies of the next one already under way. A
-kv-head that several CTAs share goes through a workspace, and whoever arrives last merges it, in the order of the parts.
+copies every fourth (or eighth) tile of the run into its private ring of shared memory (bulk copies, one mbarrier a
+stage) and keeps its own running softmax; warps meet when the run leaves a kv-head, the copies of the next one already
+under way. A kv-head that several CTAs share goes through a workspace, and whoever arrives last merges it, in the order
+of the parts; sinks belong to the first of them.
 
 The arithmetic, per tile and 8 query heads (FlashDecoding with operands swapped, so that K and V are the wide side):
   S^T = K q^T, then O^T += V^T P^T, both m16n8k16 on float16.
@@ -29,8 +30,6 @@ from cutlass import Float32, Int32, Int64
 from w4a4.kernels import ptx_sm90 as ptx
 
 TILE = 16
-WARPS = 4
-LOG2_WARPS = WARPS.bit_length() - 1
 FIRST = 0x000F000F
 """Nibble 0 of both halves of a word, as subnormal float16."""
 SECOND = 0x00F000F0
@@ -70,17 +69,19 @@ class Kv4Decode:
         num_sinks: int,
         is_bfloat16: bool,
         sinks_bfloat16: bool,
+        warps: int,
         blocks_per_sm: int,
         overlap_launch: bool,
     ) -> None:
+        self.warps, self.log2_warps = warps, warps.bit_length() - 1
         self.head_dim, self.group_size, self.page_size = head_dim, group_size, page_size
-        self.num_sinks, self.is_bfloat16, self.sinks_bfloat16 = num_sinks, is_bfloat16, sinks_bfloat16
+        self.num_sinks, self.is_bfloat16, self.sinks_bfloat16 = (num_sinks, is_bfloat16, sinks_bfloat16)
         self.octets = -(-group_size // 8)  # groups of 8 query heads
         self.tile_bytes = TILE * (head_dim + 8)
         self.log2_stages = 3 if head_dim == 64 else 2
         self.stages = 1 << self.log2_stages
         self.blocks_per_sm, self.overlap_launch = blocks_per_sm, overlap_launch
-        self.ring_bytes = WARPS * self.stages * self.tile_bytes
+        self.ring_bytes = self.warps * self.stages * self.tile_bytes
         self.query_bytes = group_size * head_dim * 2
         self.sink_bytes = 2 * num_sinks * head_dim * 2
 
@@ -103,7 +104,7 @@ class Kv4Decode:
     ) -> None:
         self.kernel(q, pages, tables, lengths, tile_ends, sink_pages, partial, counters, out, scale, window).launch(
             grid=[num_blocks, 1, 1],
-            block=[32 * WARPS, 1, 1],
+            block=[32 * self.warps, 1, 1],
             min_blocks_per_mp=self.blocks_per_sm,
             preferred_smem_carveout=100,
             use_pdl=self.overlap_launch,
@@ -133,11 +134,11 @@ class Kv4Decode:
         lane = thread % 32
 
         smem = cutlass.utils.SmemAllocator()
-        bar = smem.allocate_array(Int64, WARPS * stages).toint()
+        bar = smem.allocate_array(Int64, self.warps * stages).toint()
         ring = smem.allocate(self.ring_bytes, byte_alignment=128).toint()
         # f32 [warp, head, D], see sum_address; while tiles are attended to, the sinks: 16 bit [K or V, sink, D]
-        sums = smem.allocate(max(WARPS * group * dim * 4, self.sink_bytes), byte_alignment=16).toint()
-        stats = smem.allocate(WARPS * group * 8, byte_alignment=16).toint()  # f32 [warp, head, (max, sum)]
+        sums = smem.allocate(max(self.warps * group * dim * 4, self.sink_bytes), byte_alignment=16).toint()
+        stats = smem.allocate(self.warps * group * 8, byte_alignment=16).toint()  # f32 [warp, head, (max, sum)]
         sink_scores = smem.allocate(group * 16, byte_alignment=16).toint()  # f32 [head, 4]
         flag = smem.allocate(16, byte_alignment=16).toint()
         queries = smem.allocate(2 * self.query_bytes, byte_alignment=16).toint()  # of this kv-head and the next
@@ -189,7 +190,7 @@ class Kv4Decode:
                 for k in cutlass.range(mine, unroll=1):
                     stage = consumed & (stages - 1)
                     self.wait(bar + stage * 8, (consumed >> self.log2_stages) & 1)
-                    position = (at[2] + k * WARPS + warp) * TILE
+                    position = (at[2] + k * self.warps + warp) * TILE
                     self.attend(
                         ring + stage * self.tile_bytes, acc, state, query, factors, position, at[7], at[6], lane
                     )
@@ -256,10 +257,10 @@ class Kv4Decode:
             if i < num_sequences:
                 before = Int32(tile_ends[i] <= row)
             sequence = sequence + ptx.count_lanes(before)
-        begin, end = ptx.shuffle_from(ends[0], sequence - 1), ptx.shuffle_from(ends[0], sequence)
+        begin, end = (ptx.shuffle_from(ends[0], sequence - 1), ptx.shuffle_from(ends[0], sequence))
         length = ptx.shuffle_from(first_lengths, sequence)
         if sequence >= 32:
-            begin, end, length = tile_ends[sequence - 1], tile_ends[sequence], lengths[sequence]
+            begin, end, length = (tile_ends[sequence - 1], tile_ends[sequence], lengths[sequence])
         if sequence == 0:
             begin = Int32(0)
         tiles = end - begin
@@ -269,7 +270,7 @@ class Kv4Decode:
         count = cutlass.min(tiles - tile, x_end - x)
         first_key = cutlass.max(length - window, Int32(0))
         parts_from = x - tile
-        return sequence, head, (first_key >> 4) + tile, count, parts_from, parts_from + tiles, length, first_key
+        return (sequence, head, (first_key >> 4) + tile, count, parts_from, parts_from + tiles, length, first_key)
 
     @cute.jit
     def advance(self, tile_ends, lengths, at, x_end, num_kv_heads, window):
@@ -284,12 +285,12 @@ class Kv4Decode:
             length = lengths[sequence]
             first_key = cutlass.max(length - window, Int32(0))
         count = cutlass.min(tiles, x_end - parts_to)
-        return sequence, head, first_key >> 4, count, parts_to, parts_to + tiles, length, first_key
+        return (sequence, head, first_key >> 4, count, parts_to, parts_to + tiles, length, first_key)
 
     @cute.jit
     def tiles_of(self, at, warp):
         """How many tiles of this kv-head's run are the warp's: none of an empty slot, where nothing is read."""
-        mine = (at[3] - warp + WARPS - 1) >> LOG2_WARPS
+        mine = (at[3] - warp + self.warps - 1) >> self.log2_warps
         if at[6] == 0:
             mine = Int32(0)
         return mine
@@ -303,7 +304,7 @@ class Kv4Decode:
     def page_ids(self, tables, at, k, warp, lane):
         """Lane i: the page of this warp's tile k + i (0 past the context, so that it is a page whatever the table)."""
         sequence, head, tile, count, parts_from, parts_to, length, first_key = at
-        index = (k + lane) * WARPS + warp
+        index = (k + lane) * self.warps + warp
         page = Int32(0)
         if index < count:
             position = (tile + index) * TILE
@@ -316,8 +317,8 @@ class Kv4Decode:
         """Issue the first copies of a kv-head's run, and its queries'; the ring is empty. Returns `page_ids` of 0."""
         sequence, head, length = at[0], at[1], at[6]
         row = ptx.address_of(q) + (Int64(sequence) * q.shape[1] + head * self.group_size) * (self.head_dim * 2)
-        for turn in cutlass.range_constexpr(-(-self.query_bytes // (512 * WARPS))):
-            offset = (turn * 32 * WARPS + thread) * 16
+        for turn in cutlass.range_constexpr(-(-self.query_bytes // (512 * self.warps))):
+            offset = (turn * 32 * self.warps + thread) * 16
             if (offset < self.query_bytes) & (length > 0):
                 ptx.copy_async(query + offset, row + offset)
         ptx.copy_async_commit()
@@ -335,8 +336,8 @@ class Kv4Decode:
             head_bytes = self.page_size * (self.head_dim + 8)
             page = Int64(sink_pages[at[0]])
             source = ptx.address_of(pages) + (page * pages.shape[1] + at[1]) * head_bytes
-            for turn in cutlass.range_constexpr(-(-self.sink_bytes // (512 * WARPS))):
-                offset = (turn * 32 * WARPS + thread) * 16
+            for turn in cutlass.range_constexpr(-(-self.sink_bytes // (512 * self.warps))):
+                offset = (turn * 32 * self.warps + thread) * 16
                 if offset < self.sink_bytes:
                     ptx.copy_async(target + offset, source + offset)
         ptx.copy_async_commit()
@@ -353,7 +354,7 @@ class Kv4Decode:
             if cutlass.const_expr(self.page_size == TILE):
                 ptx.copy_bulk(buffer, source, self.tile_bytes, barrier)
             else:
-                offset = ((tile + k * WARPS + warp) * TILE) % self.page_size
+                offset = ((tile + k * self.warps + warp) * TILE) % self.page_size
                 codes = source + offset * (dim // 2)
                 side = TILE * dim // 2
                 ptx.copy_bulk(buffer, codes, side, barrier)
@@ -397,7 +398,7 @@ class Kv4Decode:
             largest = ptx.maximum(largest, ptx.shuffle_xor(largest, 1))
             largest = ptx.maximum(largest, ptx.shuffle_xor(largest, 2))
             exponent = cutlass.max(ptx.float_to_bits(largest) >> 23, Int32(20))
-            up, down = ptx.bits_to_float((260 - exponent) << 23), ptx.bits_to_float((exponent - 6) << 23)
+            up, down = (ptx.bits_to_float((260 - exponent) << 23), ptx.bits_to_float((exponent - 6) << 23))
             total = Float32(0.0)
             for word in cutlass.range_constexpr(dim // 32):
                 for i in cutlass.range_constexpr(4):  # nibbles (0, 4), (1, 5), (2, 6), (3, 7) of the word
@@ -560,16 +561,16 @@ class Kv4Decode:
             num_parts = ptx.quotient(parts_to - 1, quota) - first_part + 1
         is_last = Int32(1)
         items = group * dim // 4
-        merged = cute.make_rmem_tensor((6 * (-(-items // (32 * WARPS))),), Float32)
-        for turn in cutlass.range_constexpr(-(-items // (32 * WARPS))):
-            item = thread + turn * 32 * WARPS
+        merged = cute.make_rmem_tensor((6 * (-(-items // (32 * self.warps))),), Float32)
+        for turn in cutlass.range_constexpr(-(-items // (32 * self.warps))):
+            item = thread + turn * 32 * self.warps
             if item < items:
                 own, quad = item // (dim // 4), item % (dim // 4)
                 top = Float32(NOTHING)
-                for w in cutlass.range_constexpr(WARPS):
+                for w in cutlass.range_constexpr(self.warps):
                     top = ptx.maximum(top, ptx.bits_to_float(ptx.load_shared(stats + (w * group + own) * 8, 1)[0]))
                 values = [Float32(0.0) for _ in range(5)]
-                for w in cutlass.range_constexpr(WARPS):
+                for w in cutlass.range_constexpr(self.warps):
                     stat = ptx.load_shared(stats + (w * group + own) * 8, 2)
                     shrink = ptx.exp2(ptx.bits_to_float(stat[0]) - top)
                     words = ptx.load_shared(self.sum_address(sums, w, own, quad), 4)
@@ -585,8 +586,8 @@ class Kv4Decode:
 
         if num_parts > 1:
             slot = 2 * block + Int32(parts_from >= block * quota)
-            for turn in cutlass.range_constexpr(-(-items // (32 * WARPS))):
-                item = thread + turn * 32 * WARPS
+            for turn in cutlass.range_constexpr(-(-items // (32 * self.warps))):
+                item = thread + turn * 32 * self.warps
                 if item < items:
                     own, quad = item // (dim // 4), item % (dim // 4)
                     row = ptx.address_of(partial) + (Int64(slot) * group + own) * ((dim + 4) * 4)
@@ -609,8 +610,8 @@ class Kv4Decode:
                 self.merge_parts(partial, merged, first_part, num_parts, thread)
 
         if is_last == 1:
-            for turn in cutlass.range_constexpr(-(-items // (32 * WARPS))):
-                item = thread + turn * 32 * WARPS
+            for turn in cutlass.range_constexpr(-(-items // (32 * self.warps))):
+                item = thread + turn * 32 * self.warps
                 if item < items:
                     own, quad = item // (dim // 4), item % (dim // 4)
                     base = turn * 6
@@ -631,7 +632,7 @@ class Kv4Decode:
         """merged[6 turn :] = four sums, the sum of probabilities and the maximum over all parts, in their order."""
         dim, group = self.head_dim, self.group_size
         items = group * dim // 4
-        turns = -(-items // (32 * WARPS))
+        turns = -(-items // (32 * self.warps))
         at_once = max(2, MERGED_AT_ONCE // turns)
         merged.fill(0.0)
         for turn in cutlass.range_constexpr(turns):
@@ -642,7 +643,7 @@ class Kv4Decode:
                 part = cutlass.min(start + i, num_parts - 1)
                 slot = 2 * (first_part + part) + Int32(part == 0)
                 for turn in cutlass.range_constexpr(turns):
-                    item = cutlass.min(thread + turn * 32 * WARPS, Int32(items - 1))
+                    item = cutlass.min(thread + turn * 32 * self.warps, Int32(items - 1))
                     own, quad = item // (dim // 4), item % (dim // 4)
                     row = ptx.address_of(partial) + (Int64(slot) * group + own) * ((dim + 4) * 4)
                     stats.append(ptx.load_global_coherent(row + dim * 4, 2))
@@ -675,9 +676,9 @@ class Kv4Decode:
         """Scores of the sinks, eight lanes each, hidden ones NEVER; and this thread's four channels of their V."""
         dim, num_sinks = self.head_dim, self.num_sinks
         pairs = self.group_size * num_sinks
-        for turn in cutlass.range_constexpr(-(-pairs // (4 * WARPS))):
-            pair = turn * 4 * WARPS + thread // 8
-            own, sink = cutlass.min(pair, Int32(pairs - 1)) // num_sinks, pair % num_sinks
+        for turn in cutlass.range_constexpr(-(-pairs // (4 * self.warps))):
+            pair = turn * 4 * self.warps + thread // 8
+            own, sink = (cutlass.min(pair, Int32(pairs - 1)) // num_sinks, pair % num_sinks)
             score = Float32(0.0)
             for chunk in cutlass.range_constexpr(dim // 64):
                 offset = (chunk * 64 + thread % 8 * 8) * 2

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,8 @@ ARCH = "sm_90a"
 LOG2_E = 1.4426950408889634
 MAX_PARTS = 32
 """CTAs that share one kv-head of one sequence on average, at most: merging their parts costs time."""
+MAX_LONG_HEADS, MIN_LONG_TOKENS = 64, 8192
+"""Kv-heads of a step at most, and room for tokens of each at least, where blocks of eight warps are the faster ones."""
 MAX_WORKSPACE_TOKENS = 1 << 16
 """Tokens of equal prompts that are read back and attended to in one launch, at most."""
 _MAX_COUNTERS = 1 << 16
@@ -40,7 +42,12 @@ _NO_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBack
 
 @dataclass(frozen=True)
 class DecodeVariant:
-    """What is fixed when a decode kernel is compiled. group_size: query heads of a kv-head, 1 to 16."""
+    """What is fixed when a decode kernel is compiled.
+
+    group_size: query heads of a kv-head, 1 to 16.
+    warps: of a thread block, 4 or 8. With 8 a kv-head has half as many parts to merge, but all of a block's warps wait
+    for each other at its end.
+    """
 
     head_dim: int
     group_size: int
@@ -48,17 +55,23 @@ class DecodeVariant:
     num_sinks: int
     dtype: torch.dtype
     sink_dtype: torch.dtype
+    warps: int = 4
     overlap_launch: bool = True  # start while the previous kernel drains (programmatic dependent launch)
 
     @property
     def name(self) -> str:
         types = "".join("b" if dtype == torch.bfloat16 else "h" for dtype in (self.dtype, self.sink_dtype))
-        sizes = f"d{self.head_dim}-g{self.group_size}-p{self.page_size}-s{self.num_sinks}"
+        sizes = f"d{self.head_dim}-g{self.group_size}-p{self.page_size}-s{self.num_sinks}-w{self.warps}"
         return f"kv4-decode-{sizes}-{types}{'-p' if self.overlap_launch else ''}"
 
     @property
     def blocks_per_multiprocessor(self) -> int:
-        return 4 if self.head_dim <= 128 and self.group_size <= 8 else 2
+        return (16 if self.is_small else 8) // self.warps
+
+    @property
+    def is_small(self) -> bool:
+        """Whether 16 warps' shared memory fits in a multiprocessor."""
+        return self.head_dim <= 128 and self.group_size <= 8
 
 
 @dataclass(frozen=True)
@@ -103,17 +116,25 @@ def kernels_of(
     """Every kernel of this file that a model with such a cache launches, by name."""
     variants: list[DecodeVariant | WriteVariant] = [write_variant(layout, dtype, has_norm, has_mean, use_hadamard)]
     if layout.bits == 4:
-        variants.append(decode_variant(layout, num_heads, dtype))
+        variants.extend(decode_variant(layout, num_heads, dtype, is_long) for is_long in (False, True))
     return {variant.name: kernel_of(variant) for variant in variants}
 
 
-def decode_variant(layout: KVPageLayout, num_heads: int, dtype: torch.dtype) -> DecodeVariant:
+def decode_variant(layout: KVPageLayout, num_heads: int, dtype: torch.dtype, is_long: bool = False) -> DecodeVariant:
+    """is_long: whether few sequences with room for long contexts are to be attended to, see `_is_long`."""
     group_size = num_heads // layout.num_kv_heads
     if dtype not in _FLOATS or not 1 <= group_size <= 16:
         raise ValueError(
             f"decode kernels take bf16 or fp16 and 1 to 16 query heads a kv-head, got {dtype}, {group_size}"
         )
-    return DecodeVariant(layout.head_dim, group_size, layout.page_size, layout.num_sinks, dtype, layout.dtype)
+    variant = DecodeVariant(layout.head_dim, group_size, layout.page_size, layout.num_sinks, dtype, layout.dtype)
+    return replace(variant, warps=8) if is_long and variant.is_small else variant
+
+
+def _is_long(batch: KVBatch, layout: KVPageLayout) -> bool:
+    """Whether kv-heads are few and, as far as the tables' width tells, long: many blocks then share each."""
+    sequences, columns = batch.block_tables.shape
+    return sequences * layout.num_kv_heads <= MAX_LONG_HEADS and columns * layout.page_size >= MIN_LONG_TOKENS
 
 
 def write_variant(
@@ -144,7 +165,7 @@ def _build_decode(variant: DecodeVariant) -> Any:
     is_bfloat16 = variant.dtype == torch.bfloat16
     kernel = Kv4Decode(
         variant.head_dim, variant.group_size, variant.page_size, variant.num_sinks, is_bfloat16,
-        variant.sink_dtype == torch.bfloat16, variant.blocks_per_multiprocessor, variant.overlap_launch,
+        variant.sink_dtype == torch.bfloat16, variant.warps, variant.blocks_per_multiprocessor, variant.overlap_launch,
     )  # fmt: skip
     rows, sequences, heads, kv_heads, pages, columns, slots, counters = (cute.sym_int() for _ in range(8))
     query = _fake(BFloat16 if is_bfloat16 else Float16, rows, heads, variant.head_dim)
@@ -304,7 +325,7 @@ def kv4_decode(
     sequences, heads, dim = q.shape
     if sequences * layout.num_kv_heads > _MAX_COUNTERS:
         raise ValueError(f"at most {_MAX_COUNTERS // layout.num_kv_heads} sequences in one launch, got {sequences}")
-    variant = decode_variant(layout, heads, q.dtype)
+    variant = decode_variant(layout, heads, q.dtype, _is_long(batch, layout))
     most = _multiprocessors(q.device) * variant.blocks_per_multiprocessor
     parts, counters = _workspace(q.device, most, variant.group_size, dim)
     lengths = batch.context_lengths
@@ -416,5 +437,5 @@ def read_pages(
     if layout.num_sinks and sink_pages is not None:
         kept = min(layout.num_sinks, length)
         sinks = sink_view(pages.index_select(0, sink_pages), layout).to(dtype)  # [B, Hkv, 2, S, D]
-        keys[:, :, :kept], values[:, :, :kept] = sinks[:, :, 0, :kept], sinks[:, :, 1, :kept]
+        keys[:, :, :kept], values[:, :, :kept] = (sinks[:, :, 0, :kept], sinks[:, :, 1, :kept])
     return keys[:, :, :length], values[:, :, :length]

@@ -57,9 +57,9 @@ class Kv4Write:
         blocks_per_sm: int,
         overlap_launch: bool,
     ) -> None:
-        self.head_dim, self.page_size, self.bits, self.num_sinks = head_dim, page_size, bits, num_sinks
+        self.head_dim, self.page_size, self.bits, self.num_sinks = (head_dim, page_size, bits, num_sinks)
         self.is_bfloat16, self.pages_bfloat16 = is_bfloat16, pages_bfloat16
-        self.has_norm, self.has_mean, self.use_hadamard = has_norm, has_mean, use_hadamard
+        self.has_norm, self.has_mean, self.use_hadamard = (has_norm, has_mean, use_hadamard)
         self.blocks_per_sm, self.overlap_launch = blocks_per_sm, overlap_launch
         self.width = WIDTH  # channels of a lane: runs at distance lanes * RUN
         self.lanes = head_dim // self.width  # of one row
@@ -131,80 +131,101 @@ class Kv4Write:
         rest = total - share * (blocks * WARPS)
         count = share + Int32(warp < rest)
         first = warp * share + cutlass.min(warp, rest)
+        gains = (ptx.address_of(q_gain), ptx.address_of(k_gain))
         if cutlass.const_expr(self.overlap_launch):
             cute.arch.griddepcontrol_wait()
             cute.arch.griddepcontrol_launch_dependents()
         if count > 0:
             token = first // groups
             group = first - token * groups
-            head, _ = self.head_of(group, rotated_groups, num_heads, num_kv_heads, lane)
+            head, is_row = self.head_of(group, rotated_groups, num_heads, num_kv_heads, lane)
             words = self.load_row(qkv, token, head, channel)
             cosines = cute.make_rmem_tensor((self.width // 2,), Float32)
             sines = cute.make_rmem_tensor((self.width // 2,), Float32)
-            slot, sink = Int64(-1), Int64(-1)
-            is_new = Int32(1)
-            for k in cutlass.range(count, unroll=1):
-                if is_new == 1:
-                    self.load_floats(cosines, ptx.address_of(cos) + (Int64(token) * half + channel) * 4)
-                    self.load_floats(sines, ptx.address_of(sin) + (Int64(token) * half + channel) * 4)
-                    slot = Int64(slots[token])
-                    if cutlass.const_expr(self.num_sinks > 0):
-                        sink = Int64(sink_slots[token])
-                head, is_row = self.head_of(group, rotated_groups, num_heads, num_kv_heads, lane)
-                is_rotated = group < rotated_groups
-                row_of = token
-                x = self.unpack(words)
-                group = group + 1
-                is_new = Int32(group == groups)
-                if group == groups:
-                    group = Int32(0)
-                    token = token + 1
-                if k + 1 < count:
-                    next_head, _ = self.head_of(group, rotated_groups, num_heads, num_kv_heads, lane)
-                    words = self.load_row(qkv, token, next_head, channel)
+            while count > 0:
+                self.load_floats(cosines, ptx.address_of(cos) + (Int64(token) * half + channel) * 4)
+                self.load_floats(sines, ptx.address_of(sin) + (Int64(token) * half + channel) * 4)
+                q_row = ptx.address_of(q_out) + (Int64(token) * (num_heads * dim) + channel) * 2
+                places = self.places(slots, sink_slots, pages, token)
+                here = cutlass.min(groups - group, count)
+                count = count - here
+                for k in cutlass.range(here, unroll=1):
+                    x = self.unpack(words)
+                    own, is_own, is_rotated = head, is_row, group < rotated_groups
+                    group = group + 1
+                    if k + 1 == here:
+                        group = Int32(0)
+                        token = token + 1
+                    head, is_row = self.head_of(group, rotated_groups, num_heads, num_kv_heads, lane)
+                    if (k + 1 < here) | (count > 0):
+                        words = self.load_row(qkv, token, head, channel)
+                    self.transform(x, own, is_rotated, cosines, sines, gains, k_mean, eps, num_heads, channel, lane)
+                    if is_own & (own < num_heads):
+                        self.store_row(q_row + own * (dim * 2), x, self.is_bfloat16)
+                    if cute.arch.vote_any_sync(own >= num_heads):
+                        self.write_row(x, own, is_own, places, num_heads, num_kv_heads, channel)
 
-                is_k = (head >= num_heads) & (head < num_heads + num_kv_heads)
-                if is_rotated:
-                    if cutlass.const_expr(self.has_norm):
-                        gain = cutlass.select_(is_k, ptx.address_of(k_gain), ptx.address_of(q_gain))
-                        self.norm(x, gain + channel * 2, eps)
-                    self.rotate(x, cosines, sines)
-                    if cutlass.const_expr(self.has_mean):
-                        if is_k:
-                            mean = cute.make_rmem_tensor((self.width,), Float32)
-                            self.load_floats(mean, ptx.address_of(k_mean) + ((head - num_heads) * dim + channel) * 4)
-                            for i in cutlass.range_constexpr(self.width):
-                                x[i] = ptx.subtract(x[i], mean[i])
-                    if cutlass.const_expr(self.use_hadamard):
-                        self.hadamard(x, lane)
-                if is_row & (head < num_heads):
-                    target = ptx.address_of(q_out) + ((Int64(row_of) * num_heads + head) * dim + channel) * 2
-                    self.store_row(target, x, self.is_bfloat16)
-                if cute.arch.vote_any_sync(head >= num_heads):
-                    low, high = x[0], x[0]
-                    if cutlass.const_expr(self.bits == 4):
-                        for i in cutlass.range_constexpr(1, self.width):
-                            low, high = ptx.minimum(low, x[i]), ptx.maximum(high, x[i])
-                        for stage in cutlass.range_constexpr(self.lanes.bit_length() - 1):
-                            low = ptx.minimum(low, ptx.shuffle_xor(low, 1 << stage))
-                            high = ptx.maximum(high, ptx.shuffle_xor(high, 1 << stage))
-                    if is_row & (head >= num_heads) & (slot >= 0):
-                        side = Int32(head >= num_heads + num_kv_heads)
-                        kv_head = head - num_heads - side * num_kv_heads
-                        page = slot // self.page_size
-                        offset = Int32(slot - page * self.page_size)
-                        base = ptx.address_of(pages) + (page * num_kv_heads + kv_head) * self.head_bytes
-                        if cutlass.const_expr(self.bits == 16):
-                            target = base + ((side * self.page_size + offset) * dim + channel) * 2
-                            self.store_row(target, x, self.pages_bfloat16)
-                        else:
-                            self.store_codes(base, side, offset, channel, x, low, high)
-                            if cutlass.const_expr(self.num_sinks > 0):
-                                if sink >= 0:
-                                    sink_page = sink // self.num_sinks
-                                    index = Int32(sink - sink_page * self.num_sinks) + side * self.num_sinks
-                                    row = ptx.address_of(pages) + (sink_page * num_kv_heads + kv_head) * self.head_bytes
-                                    self.store_row(row + (index * dim + channel) * 2, x, self.pages_bfloat16)
+    @cute.jit
+    def places(self, slots, sink_slots, pages, token):
+        """Where a token goes: the address of its page and its place there (-1: nowhere); the same of its sink page."""
+        page_bytes = pages.shape[1] * self.head_bytes
+        found = []
+        for targets, size in ((slots, self.page_size), (sink_slots, self.num_sinks)):
+            page, place = Int32(0), Int32(-1)
+            if cutlass.const_expr(size > 0):
+                slot = Int32(targets[token])
+                if slot >= 0:
+                    page = slot // size
+                    place = slot - page * size
+            found.extend((ptx.address_of(pages) + Int64(page) * page_bytes, place))
+        return tuple(found)
+
+    @cute.jit
+    def transform(self, x, head, is_rotated, cosines, sines, gains, k_mean, eps, num_heads, channel, lane):
+        """What the law does to q and k before they are stored."""
+        if is_rotated:
+            is_k = head >= num_heads
+            if cutlass.const_expr(self.has_norm):
+                self.norm(x, cutlass.select_(is_k, gains[1], gains[0]) + channel * 2, eps)
+            self.rotate(x, cosines, sines)
+            if cutlass.const_expr(self.has_mean):
+                if cute.arch.vote_any_sync(is_k):
+                    cute.arch.sync_warp()  # makes this a branch: predicated, it would cost q as much
+                    if is_k:
+                        mean = cute.make_rmem_tensor((self.width,), Float32)
+                        row = (head - num_heads) * self.head_dim + channel
+                        self.load_floats(mean, ptx.address_of(k_mean) + row * 4)
+                        for i in cutlass.range_constexpr(self.width):
+                            x[i] = ptx.subtract(x[i], mean[i])
+            if cutlass.const_expr(self.use_hadamard):
+                self.hadamard(x, lane)
+
+    @cute.jit
+    def write_row(self, x, head, is_row, places, num_heads, num_kv_heads, channel):
+        """A row of k or v to its page, quantised, and to its sink page if it has one."""
+        page, place, sink_page, sink_place = places
+        low, high = x[0], x[0]
+        if cutlass.const_expr(self.bits == 4):
+            for i in cutlass.range_constexpr(1, self.width):
+                low, high = ptx.minimum(low, x[i]), ptx.maximum(high, x[i])
+            for stage in cutlass.range_constexpr(self.lanes.bit_length() - 1):
+                low = ptx.minimum(low, ptx.shuffle_xor(low, 1 << stage))
+                high = ptx.maximum(high, ptx.shuffle_xor(high, 1 << stage))
+        side = Int32(head >= num_heads + num_kv_heads)
+        inside = (head - num_heads - side * num_kv_heads) * self.head_bytes
+        is_kv = is_row & (head >= num_heads)
+        if is_kv & (place >= 0):
+            if cutlass.const_expr(self.bits == 16):
+                row = (side * self.page_size + place) * self.head_dim + channel
+                self.store_row(page + (inside + row * 2), x, self.pages_bfloat16)
+            else:
+                self.store_codes(page + inside, side, place, channel, x, low, high)
+        if cutlass.const_expr(self.num_sinks > 0):
+            if cute.arch.vote_any_sync(sink_place >= 0):
+                cute.arch.sync_warp()
+                if is_kv & (place >= 0) & (sink_place >= 0):
+                    row = (side * self.num_sinks + sink_place) * self.head_dim + channel
+                    self.store_row(sink_page + (inside + row * 2), x, self.pages_bfloat16)
 
     @cute.jit
     def head_of(self, group, rotated_groups, num_heads, num_kv_heads, lane):
@@ -294,6 +315,16 @@ class Kv4Write:
                 low, high = x[i], x[i + distance]
                 x[i], x[i + distance] = ptx.add(low, high), ptx.subtract(low, high)
 
+    def fifteenth(self, x):
+        """x / 15, correctly rounded: one step of Markstein's division with the rounded 1 / 15."""
+        approximate = ptx.multiply(x, Float32(1 / 15))
+        return ptx.multiply_add(ptx.multiply_add(approximate, Float32(-15.0), x), Float32(1 / 15), approximate)
+
+    def reciprocal(self, x):
+        """1 / x, correctly rounded for all float16 values x > 0: one step of Newton's iteration."""
+        approximate = ptx.reciprocal(x)
+        return ptx.multiply_add(ptx.multiply_add(-x, approximate, Float32(1.0)), approximate, approximate)
+
     def store_row(self, address, x, is_bfloat16):
         pack = ptx.floats_to_bfloats if is_bfloat16 else ptx.floats_to_halves
         words = [pack(x[2 * i], x[2 * i + 1]) for i in range(self.width // 2)]
@@ -304,11 +335,9 @@ class Kv4Write:
     def store_codes(self, base, side, offset, channel, x, low, high):
         """`reference.quantize_kv` of the row, its nibbles packed, and its scale and zero point."""
         dim = self.head_dim
-        scale_bits = ptx.floats_to_halves(ptx.divide(ptx.subtract(high, low), Float32(15.0)), low)
+        scale_bits = ptx.floats_to_halves(self.fifteenth(ptx.subtract(high, low)), low)
         scale, zero = ptx.halves_to_floats(scale_bits)
-        inverse = Float32(0.0)
-        if scale > 0.0:
-            inverse = ptx.divide(Float32(1.0), scale)
+        inverse = cutlass.select_(scale > 0.0, self.reciprocal(scale), Float32(0.0))
         row = base + (side * self.page_size + offset) * (dim // 2) + channel // 2
         bias = sum(MAGIC_BITS << (4 * i) for i in range(RUN)) & 0xFFFFFFFF
         for run in cutlass.range_constexpr(self.runs):

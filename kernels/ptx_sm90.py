@@ -182,9 +182,9 @@ def multiply_add(x: Any, y: Any, z: Any) -> Any:
     return inline_ptx(code, write_only_types=[Float32], read_only_args=[x, y, z])
 
 
-def divide(x: Any, y: Any) -> Any:
-    """x / y, correctly rounded."""
-    return inline_ptx("div.rn.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[x, y])
+def reciprocal(x: Any) -> Any:
+    """1 / x, to about 1 unit in the last place."""
+    return inline_ptx("rcp.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x])
 
 
 def reciprocal_root(x: Any) -> Any:

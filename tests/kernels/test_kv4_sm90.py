@@ -14,7 +14,15 @@ from w4a4.kernels.kv4 import (
     kv_rope_write,
     kv_write,
 )
-from w4a4.kernels.kv4_sm90 import _tile_ends, attention, decode_variant, equal_chunks, kernels_of, write_variant
+from w4a4.kernels.kv4_sm90 import (
+    _is_long,
+    _tile_ends,
+    attention,
+    decode_variant,
+    equal_chunks,
+    kernels_of,
+    write_variant,
+)
 
 RAGGED = [1, 2, 4, 5, 15, 16, 17, 31, 33, 64, 127, 128, 129, 300, 0, 1000]
 # relative error against float64 on the same pages; rounding the output alone costs 1.7e-3 or, in float16, 2.1e-4
@@ -111,7 +119,29 @@ def test_kernel_names_tell_variants_apart() -> None:
                     names.add(write_variant(layout, dtype, *flags).name)
     assert len(names) == 2 * 2 * 2 * 2 * 2 * 2 + 2 * 2 * 3 * 2 * 2 * 4
     used = kernels_of(layouts[0], 8, torch.bfloat16, False, True, True)
-    assert sorted(used) == ["kv4-decode-d64-g4-p16-s0-bb-p", "kv4-write-d64-p16-b4-s0-bb-mhp"]
+    assert sorted(used) == [
+        "kv4-decode-d64-g4-p16-s0-w4-bb-p",
+        "kv4-decode-d64-g4-p16-s0-w8-bb-p",
+        "kv4-write-d64-p16-b4-s0-bb-mhp",
+    ]
+
+
+def test_few_long_kv_heads_run_in_wide_blocks() -> None:
+    layout = KVPageLayout(8, 128)
+
+    def is_long(sequences: int, tokens: int) -> bool:
+        tables = torch.zeros(sequences, tokens // 16, dtype=torch.int32)
+        lengths = torch.ones(sequences, dtype=torch.int32)
+        return _is_long(KVBatch(tables, torch.arange(sequences + 1), lengths), layout)
+
+    assert is_long(1, 131072) and is_long(8, 8192)
+    assert not is_long(9, 8192) and not is_long(1, 8176)
+    wide, narrow = (decode_variant(layout, 32, torch.bfloat16, is_long) for is_long in (True, False))
+    assert (wide.warps, wide.blocks_per_multiprocessor) == (8, 2)
+    assert (narrow.warps, narrow.blocks_per_multiprocessor) == (4, 4)
+    for heads, dim in ((128, 128), (32, 256)):  # more shared memory than a multiprocessor has twice
+        large = decode_variant(KVPageLayout(8, dim), heads, torch.bfloat16, is_long=True)
+        assert (large.warps, large.blocks_per_multiprocessor) == (4, 2)
 
 
 def test_what_no_kernel_takes_is_refused() -> None:
@@ -155,10 +185,11 @@ def test_decode(layout: KVPageLayout, group_size: int, window: int | None, dtype
 
 
 @pytest.mark.gpu
-def test_decode_of_one_long_sequence_among_short_ones() -> None:
+@pytest.mark.parametrize("group_size", [4, 8])
+def test_decode_of_one_long_sequence_among_short_ones(group_size: int) -> None:
     layout, lengths = KVPageLayout(2, 128, num_sinks=4), [100_000, 1, 300, 0, 17]
     pages, batch = filled(layout, lengths)
-    q = random(len(lengths), 8, 128, seed=99).half()
+    q = random(len(lengths), 2 * group_size, 128, seed=99).half()
     expected = kv_attention(q.double(), pages, batch, layout, 0.1)
     assert relative_error(kv_attention(q.cuda(), pages.cuda(), on_gpu(batch), layout, 0.1), expected) < 8e-4
 
