@@ -148,6 +148,23 @@ def kv4(results: Path) -> str:
     return f"{found.provenance}\n\n{table(headers, rows)}"
 
 
+def kv4_write(results: Path) -> str:
+    """The fused write of q, k and v; what its bytes are stands in docs/kv4.md."""
+    path = results / "kv4-h200.json"
+    content: Entry = json.loads(path.read_text("utf-8")) if path.exists() else {}
+    rows = [
+        [
+            f"{record['heads_q']}/{record['heads_kv']} x {record['head_dim']}",
+            f"{record['tokens']:,}",
+            f"{record['us']:,.1f}",
+            f"{record['bytes'] / record['us'] / 1e6:.2f}",
+            f"{100 * record['fraction']:.0f} %",
+        ]
+        for record in content.get("write", ())
+    ]
+    return table(["heads (q/kv x dim)", "tokens", "write, µs", "TB/s", "of copy bandwidth"], rows) if rows else ""
+
+
 def kv_capacity(results: Path) -> str:
     """Tokens of context that fit in 100 GB: arithmetic on the page format, measured nowhere."""
     rows = []

@@ -38,6 +38,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "quantize": performance_tables.quantize,
     "quantize-layer": quantize_layer_table.quantize_layer,
     "kv4": performance_tables.kv4,
+    "kv4-write": performance_tables.kv4_write,
     "kv-capacity": performance_tables.kv_capacity,
 }
 PLOTS = {

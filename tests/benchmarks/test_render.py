@@ -181,6 +181,13 @@ def test_kv4_and_quantize_tables(render: ModuleType, tmp_path: Path) -> None:
     assert "| rmsnorm | 2,048 | 8,192 | 25.0 | 3.42 | 80 % |" in render.BLOCKS["quantize"](tmp_path)
 
 
+def test_kv4_write_table(render: ModuleType, tmp_path: Path) -> None:
+    assert render.BLOCKS["kv4-write"](tmp_path) == ""
+    record = {"heads_q": 32, "heads_kv": 8, "head_dim": 128, "tokens": 2048, "us": 15.0, "bytes": 45_252_608}
+    write(tmp_path, "kv4-h200.json", [], write=[record | {"fraction": 0.706}], **HEADER)
+    assert "| 32/8 x 128 | 2,048 | 15.0 | 3.02 | 71 % |" in render.BLOCKS["kv4-write"](tmp_path)
+
+
 def test_capacity_is_that_of_the_page_format(render: ModuleType, tmp_path: Path) -> None:
     page = render.BLOCKS["kv-capacity"](tmp_path)
     assert "| Llama-3-8B | 131,072 | 34,816 | 762,939 | 2,872,242 | 3.76x |" in page
