@@ -169,7 +169,7 @@ class Kv4Write:
     def places(self, slots, sink_slots, pages, token):
         """Where a token goes: the address of its page and its place there (-1: nowhere); the same of its sink page."""
         page_bytes = pages.shape[1] * self.head_bytes
-        found = []
+        found: list[Any] = []
         for targets, size in ((slots, self.page_size), (sink_slots, self.num_sinks)):
             page, place = Int32(0), Int32(-1)
             if cutlass.const_expr(size > 0):
@@ -240,7 +240,7 @@ class Kv4Write:
 
     def load_row(self, qkv, token, head, channel):
         source = ptx.address_of(qkv) + ((Int64(token) * qkv.shape[1] + head) * self.head_dim + channel) * 2
-        words = []
+        words: list[Any] = []
         for run in range(self.runs):
             words.extend(ptx.load_global(source + run * self.step * 2, 4))
         return tuple(words)
@@ -270,7 +270,7 @@ class Kv4Write:
             total = total + ptx.shuffle_xor(total, distance)
             distance *= 2
         factor = ptx.reciprocal_root(total * (1.0 / self.head_dim) + eps)
-        words = []
+        words: list[Any] = []
         for run in range(self.runs):
             words.extend(ptx.load_global(gain + run * self.step * 2, 4))
         gains = self.unpack(words)
