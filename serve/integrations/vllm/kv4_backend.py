@@ -59,7 +59,8 @@ class KV4Method(BaseKVCacheMethod):
         super().create_weights(layer)
         layer.kv4_hadamard = self.use_hadamard
         if self.has_mean:
-            mean = nn.Parameter(torch.zeros(layer.num_kv_heads, layer.head_size), requires_grad=False)
+            zeros = torch.zeros(layer.num_kv_heads, layer.head_size, dtype=torch.float32)
+            mean = nn.Parameter(zeros, requires_grad=False)
             mean.weight_loader = load_own_heads  # type: ignore[attr-defined]
             layer.register_parameter("k_mean", mean)
 
@@ -125,7 +126,8 @@ class KV4Builder(AttentionMetadataBuilder):
             first[:, 0] + self.token_pages if self.num_sinks else None,
         )
         slots, sink_slots = batch.slots(self.layout), batch.sink_slots(self.layout)
-        cos = torch.ones(common.num_actual_tokens, self.layout.head_dim // 2, device=blocks.device)
+        shape = common.num_actual_tokens, self.layout.head_dim // 2
+        cos = torch.ones(shape, dtype=torch.float32, device=blocks.device)
         return KV4Metadata(len(cos), self.layout, batch, slots, sink_slots, cos, torch.zeros_like(cos))
 
 

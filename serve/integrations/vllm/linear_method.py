@@ -74,7 +74,7 @@ class W4A4LinearMethod(LinearMethodBase):
             if suffix in stored:
                 data = torch.empty(0, dtype=stored[suffix])
                 layer.register_parameter(suffix, IgnoredParameter(data=data, weight_loader=loader))
-        bias = torch.zeros(rows)
+        bias = torch.zeros(rows, dtype=torch.float32)
         layer.register_parameter(
             BIAS,
             SharedParameter(data=bias, weight_loader=loader)
@@ -94,7 +94,7 @@ class W4A4LinearMethod(LinearMethodBase):
             name: _plain(getattr(layer, name)) for name in (*_WEIGHTS, BIAS, "input_perm") if hasattr(layer, name)
         }
         stored = {suffix: loaded[suffix] for suffix in _WEIGHTS if suffix in loaded}
-        scales = stored.get("weight_scale", torch.empty(self.layout.out_features, 0))
+        scales = stored.get("weight_scale", torch.empty(self.layout.out_features, 0, dtype=torch.float32))
         if not bool((scales.isfinite() & (scales > 0)).all()):
             raise CheckpointError(f"{self.members[0]}: weight scales must be finite and > 0", "w4a4 verify DIR")
         perm = self.cut.perm if self.cut else loaded.get("input_perm")
@@ -127,7 +127,8 @@ def _plain(parameter: Tensor) -> Tensor:
 
 
 def _empty_tensors(layout: LinearLayout, rows: int) -> dict[str, Tensor]:
-    """Stored weights and scales of a layout, by suffix, zero (scales one)."""
+    """Stored weights and scales of a layout, by suffix, zero (scales one), in their own dtypes: while vLLM builds a
+    model the default dtype is the model's."""
     widths = {
         bits: sum(segment.width for segment in layout.segments if segment.weight_bits == bits) for bits in (4, 8, 16)
     }
@@ -135,5 +136,5 @@ def _empty_tensors(layout: LinearLayout, rows: int) -> dict[str, Tensor]:
         "weight_packed": torch.zeros(rows, widths[4] // 8, dtype=torch.int32),
         "weight_int8": torch.zeros(rows, widths[8], dtype=torch.int8),
         "weight_outlier": torch.zeros(rows, widths[16], dtype=torch.bfloat16),
-        "weight_scale": torch.ones(rows, layout.num_scales),
+        "weight_scale": torch.ones(rows, layout.num_scales, dtype=torch.float32),
     }

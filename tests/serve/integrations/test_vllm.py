@@ -82,6 +82,12 @@ def test_compiled_equals_eager(packed_folder: PackedFolder) -> None:
     assert tokens == greedy(folder, "a16", 4)
 
 
+def test_a_model_in_bf16_keeps_scales_and_means_in_float32(packed_folder: PackedFolder) -> None:
+    folder = packed_folder("llama")
+    first = run(folder, dtype="bfloat16", additional_config={"w4a4": {"act": "a16"}}, **KV4)["first"]
+    check_first(first, CausalLM(open_checkpoint(folder), act="a16"))
+
+
 def test_vllm_without_us_runs_the_float_model(packed_folder: PackedFolder, tmp_path: Path) -> None:
     packed = packed_folder("llama", "w4a16")
     folder = export_fake_quant(open_checkpoint(packed), tmp_path / "float", torch.float32)
@@ -93,7 +99,11 @@ def test_vllm_without_us_runs_compressed_tensors(recipe: str, packed_folder: Pac
     """Its kernels for int4 weights on a CPU know bf16 alone, so probabilities are compared."""
     packed = packed_folder("llama", recipe)
     first = run(export_compressed_tensors(open_checkpoint(packed), tmp_path / "out"), dtype="bfloat16")["first"]
-    model = CausalLM(open_checkpoint(packed))
+    check_first(first, CausalLM(open_checkpoint(packed)))
+
+
+def check_first(first: list[dict[str, float]], model: CausalLM) -> None:
+    """The likeliest first tokens have the log probabilities that `model` gives them, as far as bf16 goes."""
     for prompt, found in zip(prompts(), first, strict=True):
         expected = model.score(torch.tensor([prompt]))[0, -1].log_softmax(-1)
         assert len(found) >= 5
