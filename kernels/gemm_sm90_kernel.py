@@ -832,8 +832,8 @@ class GemmKernel:
     ) -> None:
         """Scale, round, transpose through shared memory, and let TMA store while the next tile is multiplied.
 
-        Token scales are loaded some columns ahead: a load cannot pass the `stmatrix` before it. So are the upper bits of
-        wide sums, from L2, two more for every two columns that free their registers.
+        Token scales are loaded some columns ahead: a load cannot pass the `stmatrix` before it. So are the upper bits
+        of wide sums, from L2, two more for every two columns that free their registers.
         """
         v = self.variant
         warp = lane // 32
