@@ -39,12 +39,8 @@ def explain(error: BaseException) -> tuple[str, str, int]:
     if isinstance(error, KeyboardInterrupt | click.Abort):
         cause = error.__cause__ if isinstance(error, click.Abort) else error  # click wraps what Ctrl-C raised
         return "interrupted", str(cause or ""), INTERRUPTED
-    if _is_out_of_memory(error):
-        return (
-            f"out of memory: {str(error).splitlines()[0] if str(error) else 'an allocation failed'}",
-            "fewer --samples, a shorter --seq, or --device cpu",
-            7,
-        )
+    if shortage := memory_shortage(error):
+        return f"out of memory: {shortage}", "fewer --samples, a shorter --seq, or --device cpu", 7
     if isinstance(error, OSError):
         return _explain_os_error(error)
     return (
@@ -54,11 +50,15 @@ def explain(error: BaseException) -> tuple[str, str, int]:
     )
 
 
-def _is_out_of_memory(error: BaseException) -> bool:
-    """PyTorch's CPU allocator has no exception of its own: it raises a RuntimeError that names itself."""
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
-        return True
-    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+def memory_shortage(error: BaseException) -> str:
+    """What an allocation that failed has to say, in one line; empty for every other error.
+
+    PyTorch's CPU allocator has no exception of its own: it raises a RuntimeError that names itself.
+    """
+    is_shortage = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    if not is_shortage and not (isinstance(error, RuntimeError) and "can't allocate memory" in str(error)):
+        return ""
+    return next(iter(str(error).splitlines()), "an allocation failed")
 
 
 def _explain_os_error(error: OSError) -> tuple[str, str, int]:

@@ -13,11 +13,12 @@ import click
 
 from w4a4.cli.calibrate import calibration_run, check_output, check_seq, model_stem
 from w4a4.cli.console import Console, format_bytes
+from w4a4.cli.failure import memory_shortage
 from w4a4.cli.newest_checkpoint import remember_checkpoint
 from w4a4.cli.options import calibration_options, common_options, device_option, option, pass_console, source_options
 from w4a4.cli.report import write_quantization_report
 from w4a4.cli.stop_signals import StopSignals, resumable
-from w4a4.configs.errors import StoppedError, UsageError
+from w4a4.configs.errors import ResourceError, StoppedError, UsageError
 
 if TYPE_CHECKING:
     import torch
@@ -233,7 +234,13 @@ def _quantize(
 
     def measure(folder: Path) -> dict[str, Any]:
         console.say(f"quality gate: scoring {gate_tokens} tokens with the checkpoint and with its source")
-        measured.update(gate.measure(folder))
+        try:
+            measured.update(gate.measure(folder))
+        except (MemoryError, RuntimeError) as error:
+            if not (shortage := memory_shortage(error)):
+                raise
+            hint = "the same command with --gate-tokens 0 publishes what is done, not scored"
+            raise ResourceError(f"out of memory in the quality gate: {shortage}", hint) from error
         return measured
 
     with console.progress("quantize layer") as progress:

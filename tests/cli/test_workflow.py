@@ -107,6 +107,25 @@ def test_a_failed_gate_publishes_nothing_and_the_work_is_kept(
     assert folder.is_dir()
 
 
+def test_a_gate_that_does_not_fit_in_memory_loses_no_layer(
+    invoke: Any, model: Path, text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from w4a4.cli.quality_gate import QualityGate
+
+    def full(gate: QualityGate, folder: Path) -> None:
+        raise MemoryError("Unable to allocate 519. MiB")
+
+    folder = tmp_path / "packed"
+    arguments = ("quantize", model, "-o", folder, "--recipe", "rtn", "--data", text_file, *CALIBRATION, "--no-report")
+    monkeypatch.setattr(QualityGate, "measure", full)
+    failed = invoke(*arguments)
+    assert failed.code == 7
+    assert "out of memory in the quality gate: Unable to allocate 519. MiB" in failed.err
+    assert "--gate-tokens 0" in failed.err
+    again = invoke(*arguments, "--gate-tokens", 0)
+    assert (again.code, "quantize layer" in again.err) == (0, False)
+
+
 def test_a_signal_stops_after_a_layer_and_the_same_command_goes_on(
     invoke: Any, model: Path, text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
