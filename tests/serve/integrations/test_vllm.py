@@ -61,10 +61,13 @@ def greedy(folder: Path, act: ActMode, kv_bits: int) -> list[list[int]]:
     return texts
 
 
-@pytest.mark.parametrize("kind", ["llama-biased", "qwen2", "qwen3"])
-def test_greedy_tokens_equal_our_own(kind: str, packed_folder: PackedFolder) -> None:
-    """4-bit activations, KV4 with a mean off the keys, Hadamard and sinks: every number is the same."""
-    folder = packed_folder(kind)
+@pytest.mark.parametrize(
+    ("kind", "recipe"), [("llama-biased", "fmpq-int8"), ("mistral", "dual"), ("qwen2", "quik"), ("qwen3", "dual")]
+)
+def test_greedy_tokens_equal_our_own(kind: str, recipe: str, packed_folder: PackedFolder) -> None:
+    """Orders of channels, asymmetric activations, 16-bit columns, biases, windows; KV4 with a mean off the keys,
+    Hadamard and sinks: every number is the same."""
+    folder = packed_folder(kind, recipe)
     assert generate(folder, **KV4) == greedy(folder, "map", 4)
 
 
