@@ -163,6 +163,11 @@ class KV4Impl(AttentionImpl):
             or extra
         ):
             raise UnsupportedError("KV4 knows causal attention of decoders alone", "leave --kv-cache-dtype out")
+        if sliding_window is not None and not blocks_can_grow():
+            raise UnsupportedError(
+                "this vLLM gives 4-bit blocks of layers with a sliding window another size than it says",
+                "leave --kv-cache-dtype out, or use vLLM 0.32",
+            )
         self.num_heads, self.head_size, self.scale, self.num_kv_heads = num_heads, head_size, scale, num_kv_heads
         self.kv_cache_dtype = kv_cache_dtype
         self.window = sliding_window
@@ -228,7 +233,7 @@ class KV4Backend(AttentionBackend):
 
     @classmethod
     def supports_sliding_window(cls) -> bool:
-        return True
+        return blocks_can_grow()
 
     # How a block is shaped: 0.32 asks for a layout and the bytes of a token, 0.26 for a shape and a required layout.
 

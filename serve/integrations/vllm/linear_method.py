@@ -23,6 +23,7 @@ from w4a4.kernels import ops
 from w4a4.kernels.layout import ActMode, LinearLayout
 from w4a4.serve.integrations.input_slice import InputSlice, segment_weights
 from w4a4.serve.integrations.vllm.parameters import IgnoredParameter, SharedParameter, weight_parameter
+from w4a4.serve.model_runner import choose_act
 
 BIAS = "packed_bias"
 """Where biases are loaded: a mean taken off the values leaves one where vLLM's own model has none."""
@@ -100,7 +101,7 @@ class W4A4LinearMethod(LinearMethodBase):
         perm = self.cut.perm if self.cut else loaded.get("input_perm")
         is_added_here = self.cut is None or layer.tp_rank == 0  # once, where ranks add up
         bias = loaded[BIAS] if is_added_here and bool(loaded[BIAS].any()) else None
-        act = self.act or ("map" if device.type == "cpu" else "a8")
+        act = choose_act(self.act, device)
         try:
             layer.packed = ops.prepare_linear(
                 self.layout.at(act), segment_weights(self.layout, stored), scales, perm, bias, device
