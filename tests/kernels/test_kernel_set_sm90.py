@@ -1,4 +1,4 @@
-"""The kernels that quantise and that write the cache compile without a GPU for every use, and none spills a register."""
+"""The kernels that quantise and write the cache compile without a GPU for every use, and none spills a register."""
 
 from __future__ import annotations
 
