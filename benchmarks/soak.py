@@ -148,9 +148,23 @@ async def watch(live: LiveServer, tally: Tally, deadline: float, interval: float
         tally.memory.append(round(resident_mib(), 2))
 
 
-def soak(seconds: float, num_clients: int, *, step_seconds: float = 0.0, num_pages: int = 26, seed: int = 0) -> Tally:
-    """Run the clients for `seconds` and count. The pool holds a few of the requests that want to run at once."""
-    runner = FakeRunner(num_pages=num_pages, max_model_len=384, num_sink_slots=24, step_seconds=step_seconds)
+def soak(
+    seconds: float,
+    num_clients: int,
+    *,
+    step_seconds: float = 0.0,
+    num_pages: int = 26,
+    seed: int = 0,
+    is_asynchronous: bool = False,
+) -> Tally:
+    """Run the clients for `seconds` and count. The pool holds a few of the requests that want to run at once.
+
+    is_asynchronous: the engine runs a step ahead of the tokens it knows, as on a GPU.
+    """
+    runner = FakeRunner(
+        num_pages=num_pages, max_model_len=384, num_sink_slots=24, step_seconds=step_seconds,
+        is_asynchronous=is_asynchronous,
+    )  # fmt: skip
     live = LiveServer(runner, max_num_seqs=12, max_num_batched_tokens=64)
     tally = Tally()
     deadline = time.monotonic() + seconds

@@ -22,9 +22,12 @@ def soak_script() -> ModuleType:
     return module
 
 
+@pytest.mark.parametrize("is_asynchronous", [False, True])
 @pytest.mark.parametrize(("seconds", "clients"), [(6, 16), pytest.param(1800, 16, marks=pytest.mark.e2e)])
-def test_nothing_is_lost_wrong_or_kept(soak_script: ModuleType, seconds: float, clients: int) -> None:
-    tally = soak_script.soak(seconds, clients, step_seconds=0.002)
+def test_nothing_is_lost_wrong_or_kept(
+    soak_script: ModuleType, seconds: float, clients: int, is_asynchronous: bool
+) -> None:
+    tally = soak_script.soak(seconds, clients, step_seconds=0.002, is_asynchronous=is_asynchronous)
     assert tally.wrong == []
     assert tally.lost == []
     assert tally.pages_in_use_at_the_end == 0
