@@ -22,8 +22,10 @@ def soak_script() -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("is_asynchronous", [False, True])
-@pytest.mark.parametrize(("seconds", "clients"), [(6, 16), pytest.param(1800, 16, marks=pytest.mark.e2e)])
+@pytest.mark.parametrize(
+    ("seconds", "clients", "is_asynchronous"),
+    [(6, 16, False), (6, 16, True), pytest.param(1800, 16, True, marks=pytest.mark.e2e)],
+)
 def test_nothing_is_lost_wrong_or_kept(
     soak_script: ModuleType, seconds: float, clients: int, is_asynchronous: bool
 ) -> None:
