@@ -1,6 +1,7 @@
 """What a fresh checkpoint is worth, measured before it is published: a short slice of text, and one sentence.
 
-The source is held in memory when it fits twice, else it is streamed layer by layer and the sentence is left out.
+The source is held in memory when it fits twice. Else it is streamed layer by layer, then the packed model runs and is
+dropped, and what is in memory while logits are compared is two heads; the sentence is left out.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import ctypes
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -48,25 +50,30 @@ class QualityGate:
         from w4a4.cli.scored_model import open_scored
         from w4a4.serve.evaluate import evaluate
 
-        scored = open_scored(str(folder), None, None, str(self.device), offline=True, revision=None)
-        seq = min(WINDOW, scored.config.max_position_embeddings, self.tokens)
+        seq = min(WINDOW, self.source.config.max_position_embeddings, self.tokens)
         text = load_text(self.data, "test", offline=self.offline)
         beginning = text[: CHARACTERS_PER_TOKEN * self.tokens]  # the rest need not be tokenised
-        ids = windows(scored.tokenizer, beginning, seq, max(seq, self.tokens))
+        tokenizer = self.source.tokenizer()
+        ids = windows(tokenizer, beginning, seq, max(seq, self.tokens))
         return_freed_memory()
-        reference, is_resident = self._source_logits()
-        result = evaluate(scored.logits, ids, reference, batch=len(ids))  # a streamed source is read once
+        reference, is_resident = self._source_logits(ids)
+        scored = open_scored(str(folder), None, None, str(self.device), offline=True, revision=None)
+        path, packed = f"{scored.path}, act {scored.act}", scored.logits
+        if not is_resident:
+            packed = _of_these(packed(ids))
+            del scored  # its layers: from here on both heads are all that is needed
+        result = evaluate(packed, ids, reference, batch=len(ids))
         measured: dict[str, Any] = {key: _rounded(value) for key, value in result.to_dict().items()} | {
-            "path": f"{scored.path}, act {scored.act}",
+            "path": path,
             "text": f"{text.name} {text.split_name}",
             "seq": seq,
         }
         if is_resident:
-            prompt = scored.tokenizer.encode(PROMPT)
+            prompt = tokenizer.encode(PROMPT)
             measured["sample"] = {
                 "prompt": PROMPT,
-                "source": scored.tokenizer.decode(greedy(reference, prompt, PROMPT_TOKENS)),
-                "packed": scored.tokenizer.decode(greedy(scored.logits, prompt, PROMPT_TOKENS)),
+                "source": tokenizer.decode(greedy(reference, prompt, PROMPT_TOKENS)),
+                "packed": tokenizer.decode(greedy(packed, prompt, PROMPT_TOKENS)),
             }
         if self.fail_above is not None and not result.perplexity <= self.fail_above:
             raise NumericsError(
@@ -76,19 +83,26 @@ class QualityGate:
             )
         return measured
 
-    def _source_logits(self) -> tuple[Callable[[Tensor], LazyLogits], bool]:
-        """The source as a function of tokens, and whether it is held in memory."""
+    def _source_logits(self, ids: Tensor) -> tuple[Callable[[Tensor], LazyLogits], bool]:
+        """The source as a function of tokens, and whether it is held in memory: if not, it is one of `ids` alone."""
         from w4a4.calibrate.decoder import FloatModel
         from w4a4.cli.scored_model import lazy_logits
         from w4a4.export.estimate import available_memory
 
         if 2 * 4 * self.source.config.num_parameters <= available_memory(self.device):
             return lazy_logits(FloatModel(self.source, self.device)), True
-        return lambda tokens: streamed_logits(self.source, tokens, self.device), False
+        return _of_these(streamed_logits(self.source, ids, self.device)), False
+
+
+def _of_these(logits: LazyLogits) -> Callable[[Tensor], LazyLogits]:
+    """Logits that are known already, as a function of the tokens that they are of."""
+    return lambda tokens: logits
 
 
 def streamed_logits(source: Source, tokens: Tensor, device: torch.device) -> LazyLogits:
-    """Logits of int64 [B, T] tokens with one decoder layer of the source in memory at a time."""
+    """Logits of int64 [B, T] tokens with one decoder layer of the source in memory at a time; its head from their first
+    row on.
+    """
     from torch.nn.functional import linear
 
     from w4a4.calibrate.decoder import lm_head_weight, run_layers
@@ -96,10 +110,14 @@ def streamed_logits(source: Source, tokens: Tensor, device: torch.device) -> Laz
     from w4a4.serve.evaluate import LazyLogits
 
     *_, (_, hidden) = run_layers(source, tokens, device=device)
-    normed = rms_norm(hidden, source.tensor("model.norm.weight"), source.config.rms_norm_eps)
+    normed = rms_norm(hidden, source.tensor("model.norm.weight").to(hidden.device), source.config.rms_norm_eps)
     return_freed_memory()
-    head = lm_head_weight(source)
-    return LazyLogits(normed, lambda rows: linear(rows, head))
+
+    @cache
+    def head() -> Tensor:
+        return lm_head_weight(source).to(hidden.device)
+
+    return LazyLogits(normed, lambda rows: linear(rows, head()))
 
 
 def _rounded(value: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -70,11 +71,17 @@ def open_scored(
 
 
 def lazy_logits(model: CausalLM | FloatModel) -> Callable[[Tensor], LazyLogits]:
-    """`model` as a function of tokens int64 [B, T] whose logits come a few rows at a time, never a whole window's."""
+    """`model` as a function of tokens int64 [B, T] whose logits come a few rows at a time, never a whole window's.
+
+    What it returns keeps the model's head in memory, not its layers.
+    """
     from w4a4.serve.evaluate import LazyLogits
 
+    head_alone = copy(model)
+    head_alone.layers = []
+
     def head(hidden: Tensor) -> Tensor:
-        return model.logits(hidden.flatten(0, 1)).view(*hidden.shape[:2], -1)
+        return head_alone.logits(hidden.flatten(0, 1)).view(*hidden.shape[:2], -1)
 
     return lambda tokens: LazyLogits(model.hidden_states(tokens), head)
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -29,6 +31,17 @@ def test_logits_a_few_rows_at_a_time_are_the_same(model_folder: Callable[..., Pa
     lazy = lazy_logits(model)(tokens)
     assert torch.allclose(lazy.rows(3, 9), model(tokens)[:, 3:9], atol=1e-6)
     assert lazy.rows(0, 1).shape == (2, 1, 300)
+
+
+def test_logits_that_are_kept_do_not_keep_the_layers(model_folder: Callable[..., Path]) -> None:
+    model = FloatModel(open_source(str(model_folder("llama"))))
+    layer = weakref.ref(model.layers[0]["self_attn.q_proj.weight"])
+    lazy = lazy_logits(model)(torch.arange(20)[None])
+    expected = model(torch.arange(20)[None])
+    del model
+    gc.collect()
+    assert layer() is None
+    assert torch.allclose(lazy.rows(0, 20), expected, atol=1e-6)
 
 
 def test_greedy_takes_the_most_probable_token_each_time() -> None:

@@ -107,6 +107,24 @@ def test_a_failed_gate_publishes_nothing_and_the_work_is_kept(
     assert folder.is_dir()
 
 
+def test_the_gate_measures_the_same_with_little_memory(
+    packed: Path, model: Path, text_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    from w4a4.calibrate.source import open_source
+    from w4a4.cli.quality_gate import QualityGate
+
+    gate = QualityGate(open_source(str(model)), str(text_file), 256, torch.device("cpu"), None)
+    resident = gate.measure(packed)
+    monkeypatch.setattr("w4a4.export.estimate.available_memory", lambda device: 0)
+    streamed = gate.measure(packed)
+    assert resident.pop("sample")["prompt"] == "The capital of France is"
+    assert streamed.keys() == resident.keys()
+    for name, value in resident.items():
+        assert streamed[name] == (pytest.approx(value, rel=1e-3) if isinstance(value, float) else value), name
+
+
 def test_a_gate_that_does_not_fit_in_memory_loses_no_layer(
     invoke: Any, model: Path, text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
