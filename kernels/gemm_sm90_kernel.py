@@ -32,7 +32,6 @@ from w4a4.kernels.gemm_sm90_variant import Variant
 K_BLOCK = 128  # columns of one activation tile: a full 128-byte swizzle row
 NOTHING = -(2**31)  # a sum that cannot be: marks a word of the workspace as not yet written
 HIGH_NIBBLES = -252645136  # 0xF0F0F0F0
-WIDE_AHEAD = 3  # pairs of columns whose upper bits are on their way when an epilogue starts: as registers allow
 WEIGHTS_ONCE = 0x12F0000000000000  # L2 policy evict_first: no other cluster will read them
 WEIGHTS_AGAIN = 0x1000000000000000  # evict_normal
 
@@ -689,17 +688,13 @@ class GemmKernel:
         )
 
     @cute.jit
-    def load_wide(self, address: Int64, quad: cutlass.Constexpr):  # type: ignore[no-untyped-def]
-        """Four of the words that `pack` left in the workspace: the upper bits of two columns of eight tokens."""
-        return cute.arch.inline_ptx(
-            "ld.relaxed.gpu.global.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
-            write_only_types=[Int32] * 4,
-            read_only_args=[address + quad * 2048],
+    def widen(self, sums: cute.Tensor, address: Int64, pair: cutlass.Constexpr) -> None:
+        """Add what `pack` left in the workspace to four sums: exact, and rounded once, as an int32 would be."""
+        words = cute.arch.inline_ptx(
+            "ld.relaxed.gpu.global.v2.b32 {{$w0}, {$w1}}, [{$r0}];",
+            write_only_types=[Int32, Int32],
+            read_only_args=[address + (pair // 4 * 2048 + pair % 4 * 4)],
         )
-
-    @cute.jit
-    def widen(self, sums: cute.Tensor, words: cutlass.Constexpr) -> None:
-        """Add the upper bits of a column's four sums: exact, and rounded once, as an int32 would be."""
         for half in cutlass.range_constexpr(2):
             sums[2 * half, 0] = Float32(words[half] << 16 >> 16) * 65536.0 + sums[2 * half, 0]
             sums[2 * half + 1, 0] = Float32(words[half] >> 16) * 65536.0 + sums[2 * half + 1, 0]
@@ -832,8 +827,7 @@ class GemmKernel:
     ) -> None:
         """Scale, round, transpose through shared memory, and let TMA store while the next tile is multiplied.
 
-        Token scales are loaded some columns ahead: a load cannot pass the `stmatrix` before it. So are the upper bits
-        of wide sums, from L2, two more for every two columns that free their registers.
+        Token scales are loaded some columns ahead: a load cannot pass the `stmatrix` before it.
         """
         v = self.variant
         warp = lane // 32
@@ -847,8 +841,6 @@ class GemmKernel:
         columns = v.store_tokens // 8
         ahead = min(8 // v.segments, blocks * v.store_chunks * columns)
         scales = []
-        quads = blocks * v.tokens // 16
-        uppers = [self.load_wide(wide, quad) for quad in range(min(WIDE_AHEAD, quads) if is_wide else 0)]
         low = cute.make_rmem_tensor(4, Float32)
         high = cute.make_rmem_tensor(4, Float32)
         for chunk_index in cutlass.range_constexpr(blocks * v.store_chunks):
@@ -881,12 +873,7 @@ class GemmKernel:
                     for half in cutlass.range_constexpr(2):
                         sums[2 * half, 0], sums[2 * half + 1, 0] = self.unpack(packed[index // 2 + half])
                     if cutlass.const_expr(is_wide):
-                        quad = index // 8
-                        if cutlass.const_expr(j % 2 == 0):
-                            upper = uppers[quad]
-                            more = range(len(uppers), min(len(uppers) + 2, quads))
-                            uppers += [self.load_wide(wide, later) for later in more]
-                        self.widen(sums, upper[2 * (j % 2) : 2 * (j % 2) + 2])
+                        self.widen(sums, wide, index // 2)
                 rounded = cute.make_rmem_tensor(4, BFloat16)
                 of_tokens = scales.pop(0)
                 for e in cutlass.range_constexpr(4):
