@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 PROMPT: Final = "The capital of France is"
 PROMPT_TOKENS: Final = 16
 WINDOW: Final = 1024
+M_MMAP_THRESHOLD: Final = -3  # of glibc's malloc.h
 CHARACTERS_PER_TOKEN: Final = 64  # more than any tokenizer takes on average
 
 
@@ -62,6 +63,7 @@ class QualityGate:
         if not is_resident:
             packed = _of_these(packed(ids))
             del scored  # its layers: from here on both heads are all that is needed
+            return_freed_memory()
         result = evaluate(packed, ids, reference, batch=len(ids))
         measured: dict[str, Any] = {key: _rounded(value) for key, value in result.to_dict().items()} | {
             "path": path,
@@ -91,6 +93,7 @@ class QualityGate:
 
         if 2 * 4 * self.source.config.num_parameters <= available_memory(self.device):
             return lazy_logits(FloatModel(self.source, self.device)), True
+        give_back_freed_tensors()
         return _of_these(streamed_logits(self.source, ids, self.device)), False
 
 
@@ -129,6 +132,15 @@ def return_freed_memory() -> None:
     """Have the C library give back what it keeps of freed blocks: hundreds of MB after a model was loaded (glibc)."""
     if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
         trim(0)
+
+
+def give_back_freed_tensors() -> None:
+    """Have glibc take each tensor from the system and return it when it is freed, for the rest of the process.
+
+    Tensors of some MB are otherwise pieces of a heap that never shrinks: a model that was dropped would still count.
+    """
+    if sys.platform == "linux" and (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)):
+        mallopt(M_MMAP_THRESHOLD, 1 << 20)
 
 
 def greedy(logits: Callable[[Tensor], LazyLogits], prompt: list[int], count: int) -> list[int]:
