@@ -2,17 +2,20 @@
 
     pip install "lm-eval[hf]"
     w4a4 quantize smollm2-135m -o ./smollm2-w4a4
-    python benchmarks/tasks.py smollm2-135m ./smollm2-w4a4 -o benchmarks/results/tasks-smollm2-135m.json
+    git clone https://github.com/alexwarstadt/blimp
+    python benchmarks/tasks.py smollm2-135m ./smollm2-w4a4 --blimp blimp/data -o tasks.json
 
 lm-eval's own harness does the scoring, on its transformers models: the source's float weights, and each checkpoint
-through `w4a4.serve.integrations.transformers`. The task is BLiMP as lm-eval defines it, on the pairs in
-`tasks/blimp.jsonl` (see `tasks/README.md`). Records that the file has already are not measured again.
+through `w4a4.serve.integrations.transformers`. The task is BLiMP (Warstadt et al., TACL 2020, CC BY 4.0) as lm-eval
+defines it, on the first 15 minimal pairs of each of its 67 paradigms: two sentences of which one is grammatical. A
+model is right where that one is more probable. Records that the file has already are not measured again.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import tempfile
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -28,19 +31,7 @@ from w4a4.export.checkpoint import open_checkpoint
 from w4a4.kernels.layout import ActMode
 from w4a4.serve.integrations.transformers import configure
 
-PAIRS = Path(__file__).parent / "tasks" / "blimp.jsonl"
-BLIMP = {
-    "task": "blimp_sample",
-    "dataset_path": "json",
-    "dataset_kwargs": {"data_files": {"test": str(PAIRS)}},
-    "test_split": "test",
-    "output_type": "multiple_choice",
-    "doc_to_text": "",
-    "doc_to_target": 0,
-    "doc_to_choice": "{{[sentence_good, sentence_bad]}}",
-    "num_fewshot": 0,
-    "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
-}
+PARADIGMS, PAIRS = 67, 15  # files of BLiMP, and lines taken of each
 PATHS: tuple[tuple[ActMode, int], ...] = (("a16", 16), ("a8", 4), ("map", 4))
 
 
@@ -48,6 +39,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("checkpoints", nargs="*", type=Path)
+    parser.add_argument("--blimp", type=Path, required=True, help="the folder `data` of a clone of BLiMP")
     parser.add_argument("-o", "--output", type=Path, required=True)
     parser.add_argument("--limit", type=int, help="pairs, for a quick look")
     parser.add_argument("--batch", type=int, default=32)
@@ -55,7 +47,14 @@ def main() -> None:
     arguments = parser.parse_args()
     source = open_source(arguments.model)
     tokenizer = source.tokenizer()
-    scores = _Scores(arguments, tokenizer)
+    with tempfile.NamedTemporaryFile("w", suffix=".jsonl") as pairs:
+        pairs.writelines(first_pairs(arguments.blimp))
+        pairs.flush()
+        score(arguments, source, _Scores(arguments, tokenizer, task(pairs.name)))
+
+
+def score(arguments: argparse.Namespace, source: Source, scores: _Scores) -> None:
+    """Whatever is missing: the source, then each checkpoint with each of its activations and caches."""
     if scores.is_missing("source", "a16", 16):
         scores.add("source", "a16", 16, float_model(source))
     for folder in arguments.checkpoints:
@@ -65,6 +64,30 @@ def main() -> None:
             if scores.is_missing(recipe, act, kv):
                 configure(model, act, kv)
                 scores.add(recipe, act, kv, model)
+
+
+def first_pairs(folder: Path) -> list[str]:
+    """The first lines of every paradigm's file. Raises ValueError where the folder holds other files than BLiMP's."""
+    files = sorted(folder.glob("*.jsonl"))
+    if len(files) != PARADIGMS:
+        raise ValueError(f"{folder}: {len(files)} files *.jsonl, BLiMP has {PARADIGMS}")
+    return [line for file in files for line in file.read_text().splitlines(keepends=True)[:PAIRS]]
+
+
+def task(pairs: str) -> dict[str, Any]:
+    """lm-eval's definition of BLiMP over a file of pairs."""
+    return {
+        "task": "blimp_sample",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": pairs}},
+        "test_split": "test",
+        "output_type": "multiple_choice",
+        "doc_to_text": "",
+        "doc_to_target": 0,
+        "doc_to_choice": "{{[sentence_good, sentence_bad]}}",
+        "num_fewshot": 0,
+        "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
+    }
 
 
 def float_model(source: Source) -> torch.nn.Module:
@@ -81,8 +104,10 @@ def float_model(source: Source) -> torch.nn.Module:
 
 
 class _Scores:
-    def __init__(self, arguments: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.arguments, self.tokenizer = arguments, tokenizer
+    def __init__(
+        self, arguments: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, blimp: dict[str, Any]
+    ) -> None:
+        self.arguments, self.tokenizer, self.blimp = arguments, tokenizer, blimp
         path: Path = arguments.output
         self.records: list[dict[str, Any]] = json.loads(path.read_text())["records"] if path.exists() else []
 
@@ -92,7 +117,7 @@ class _Scores:
 
     def add(self, recipe: str, act: str, kv: int, model: torch.nn.Module) -> None:
         harness_model = HFLM(pretrained=model, tokenizer=self.tokenizer, batch_size=self.arguments.batch)
-        found = simple_evaluate(model=harness_model, tasks=[BLIMP], limit=self.arguments.limit, bootstrap_iters=0)
+        found = simple_evaluate(model=harness_model, tasks=[self.blimp], limit=self.arguments.limit, bootstrap_iters=0)
         result = found["results"]["blimp_sample"]
         examples = found["n-samples"]["blimp_sample"]["effective"]
         share = result["acc,none"]

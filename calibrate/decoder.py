@@ -129,8 +129,8 @@ def run_layers(
 ) -> Iterator[tuple[int, Tensor]]:
     """Run token ids [B, T] through all layers, layer by layer, a few sequences at a time inside a layer.
 
-    Memory: one layer's weights and, on `device` too, the residual stream of all sequences. Yields (layer, residual stream
-    [B, T, H]) after each layer; the tensor is reused by the next.
+    Memory: one layer's weights and, on `device` too, the residual stream of all sequences. Yields (layer, residual
+    stream [B, T, H]) after each layer; the tensor is reused by the next.
     """
     embedding = source.tensor("model.embed_tokens.weight")
     hidden = embedding[tokens].to(device)
