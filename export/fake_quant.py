@@ -17,7 +17,7 @@ from torch import Tensor
 from w4a4.configs.errors import UnsupportedError
 from w4a4.export.checkpoint import PackedCheckpoint, PackedLinear
 from w4a4.export.plain_folder import TensorParts, write_plain_folder
-from w4a4.kernels.reference import block_hadamard, dequantize_weight
+from w4a4.kernels.reference import dense_weight
 
 
 def export_fake_quant(checkpoint: PackedCheckpoint, output: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
@@ -39,22 +39,8 @@ def export_fake_quant(checkpoint: PackedCheckpoint, output: Path, dtype: torch.d
 
 
 def input_weight(linear: PackedLinear) -> Tensor:
-    """The weight float32 [N, K] that multiplies the linear's input as it comes: y = x Wᵀ + b.
-
-    y = (x P H) (W_stored)ᵀ, so W = W_stored H Pᵀ; H is its own inverse.
-    """
-    layout = linear.layout
-    parts, column, index = [], 0, 0
-    for segment, weight in zip(layout.segments, linear.weights, strict=True):
-        parts.append(dequantize_weight(weight, linear.weight_scales, layout, column, index, segment.weight_bits))
-        column += segment.width
-        index += segment.weight_bits < 16
-    stored = block_hadamard(torch.cat(parts, 1), layout.hadamard)
-    if linear.perm is None:
-        return stored
-    weight = torch.empty_like(stored)
-    weight[:, linear.perm.long()] = stored
-    return weight
+    """The weight float32 [N, K] that multiplies the linear's input as it comes: y = x Wᵀ + b."""
+    return dense_weight(linear.weights, linear.weight_scales, linear.layout, linear.perm)
 
 
 def plain_config(checkpoint: PackedCheckpoint) -> dict[str, Any]:

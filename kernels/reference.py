@@ -206,6 +206,27 @@ def dequantize_weight(
     return weight.float() * scales[:, index, None]
 
 
+def dense_weight(
+    weights: tuple[Tensor, ...], weight_scales: Tensor, layout: LinearLayout, perm: Tensor | None
+) -> Tensor:
+    """The float32 weight [N, K] that a stored linear stands for, columns in the order of its input: y = x Wᵀ + b.
+
+    Stored columns multiply H x[perm], so W[:, perm] = W_stored H (H is symmetric, block-diagonal in stored order).
+    Weights and scales as in `w4ax_gemm`; perm int [K] or None.
+    """
+    parts, column, scale_index = [], 0, 0
+    for segment, weight in zip(layout.segments, weights, strict=True):
+        parts.append(dequantize_weight(weight, weight_scales, layout, column, scale_index, segment.weight_bits))
+        column += segment.width
+        scale_index += segment.weight_bits < 16
+    stored = block_hadamard(torch.cat(parts, 1), layout.hadamard)
+    if perm is None:
+        return stored
+    dense = torch.empty_like(stored)
+    dense[:, perm.long()] = stored
+    return dense
+
+
 def quantize_kv(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """KV4: asymmetric uint4 per token and kv-head over x [..., D]: codes uint8 [..., D], scale and zero f16 [...].
 

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from w4a4.configs.architecture import ModelConfig
 from w4a4.configs.errors import UnsupportedError
+from w4a4.kernels import reference
 from w4a4.kernels.layout import ActMode
 from w4a4.kernels.ops import StoredLinear
-from w4a4.kernels.reference import block_hadamard, dequantize_weight, rms_norm
+from w4a4.kernels.reference import rms_norm
 from w4a4.serve.model import CausalLM, PackedModel
 
 Kind = Literal["bf16", "fp8"]
@@ -160,23 +161,10 @@ class BaselineOps:
 
 
 def dense_weight(linear: StoredLinear, device: torch.device | str) -> Tensor:
-    """The float32 weight [N, K] that a stored linear stands for, columns in the order of its input.
-
-    Stored columns multiply H x[perm], so W[:, perm] = W_stored H (H is symmetric, block-diagonal in stored order).
-    """
-    layout = linear.layout
-    scales = linear.weight_scales.to(device)
-    parts, column, index = [], 0, 0
-    for segment, weight in zip(layout.segments, linear.weights, strict=True):
-        parts.append(dequantize_weight(weight.to(device), scales, layout, column, index, segment.weight_bits))
-        column += segment.width
-        index += segment.weight_bits < 16
-    dense = block_hadamard(torch.cat(parts, 1), layout.hadamard)
-    if linear.perm is None:
-        return dense
-    out = torch.empty_like(dense)
-    out[:, linear.perm.to(device).long()] = dense
-    return out
+    """`reference.dense_weight` of a stored linear, computed on `device`."""
+    weights = tuple(weight.to(device) for weight in linear.weights)
+    perm = None if linear.perm is None else linear.perm.to(device)
+    return reference.dense_weight(weights, linear.weight_scales.to(device), linear.layout, perm)
 
 
 def _joined(weights: list[Tensor]) -> Tensor:
