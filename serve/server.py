@@ -95,9 +95,11 @@ class EventStream(Response):
                 events = b""
                 failure = None
                 for choice, output in items:
-                    failure = failure or failure_of(output)
-                    if failure is None:
-                        events += reply.chunk(choice, output)
+                    failed = failure_of(output)
+                    if failed is not None:  # may have been merged with text that came before
+                        failure = failure or failed
+                        output.finish_reason = None
+                    events += reply.chunk(choice, output)
                 if failure is not None:
                     await send({"type": "http.response.body", "body": events + failure_event(failure)})
                     return

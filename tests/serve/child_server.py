@@ -78,7 +78,9 @@ class Child:
         connection.sendall(head.encode() + b"\r\n\r\n" + body)
         received = b""
         while b'"text"' not in received:
-            received += connection.recv(65536)
+            more = connection.recv(65536)
+            assert more, f"the answer ended before its first text: {received.decode()}"
+            received += more
         return connection, received
 
     def signal(self, number: signal.Signals) -> None:

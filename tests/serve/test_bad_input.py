@@ -376,7 +376,9 @@ def test_a_length_over_the_limit_is_refused_before_the_body_comes(server: LiveSe
         connection.sendall(head.encode())
         answer = b""
         while not answer.endswith(b"}}"):
-            answer += connection.recv(4096)
+            more = connection.recv(4096)
+            assert more, answer
+            answer += more
         assert time.monotonic() - start < 2
         assert answer.startswith(b"HTTP/1.1 413 ") and b"connection: close" in answer
         assert b"the body has more than 8388608 bytes" in answer
@@ -417,7 +419,9 @@ def test_slow_loris_is_cut_off(start_server: StartServer) -> None:
         time.sleep(0.6)
         received = b""
         while b"[DONE]" not in received:
-            received += reader.recv(65536)
+            more = reader.recv(65536)
+            assert more, received
+            received += more
     assert live.client.get("/health").status_code == 200
 
 
