@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 @option(
     "--tp-max",
     type=click.Choice(["1", "2", "4", "8"]),
-    help="Ranks of tensor parallelism to allow. Default: the most that cost no accuracy.",
+    help="Ranks of tensor parallelism that may have scales of their own. Default: the most that cost no accuracy.",
 )
 @option(
     "--statistics",

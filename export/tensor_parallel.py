@@ -1,9 +1,10 @@
-"""Into how many ranks a checkpoint can be cut (`tp_max`), decided before anything is rounded.
+"""Into how many ranks with scales of their own a checkpoint can be cut (`tp_max`), decided before anything is rounded.
 
-What is cut is the input of o_proj and down_proj; all else is cut by rows, heads and vocabulary, which costs nothing. A
-rank takes the stored columns that read its slice of the input, so an order of whole heads, or none, can always be cut.
-An order by magnitude over the whole input would fall unevenly on the ranks: it has to be made inside slices, which
-changes what is quantised and is done only where it is asked for.
+What is cut then is the input of o_proj and down_proj (where ranks share a token's scales these are cut by rows, which
+nothing hinders); all else is cut by rows, heads and vocabulary, which costs nothing. A rank takes the stored columns
+that read its slice of the input, so an order of whole heads, or none, can always be cut. An order by magnitude over the
+whole input would fall unevenly on the ranks: it has to be made inside slices, which changes what is quantised and is
+done only where it is asked for.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def choose_tp_max(config: ModelConfig, recipe: Recipe) -> int:
 def explain_tp_max(config: ModelConfig, asked: Recipe, fitted: Recipe) -> str:
     """One line for people: how many ranks, and what limits them. `fitted` is `asked` with everything chosen."""
     count = fitted.tp_max
-    line = f"tensor parallelism: up to {count} rank{'s' if count > 1 else ''}"
+    line = f"tensor parallelism with scales per rank: up to {count} rank{'s' if count > 1 else ''}"
     if asked.tp_max or count == CHOICES[0]:
         return line
     if fitted.method in _ORDERED_BY_MAGNITUDE:

@@ -61,11 +61,11 @@ def test_the_line_says_what_limits() -> None:
         asked = load_recipe(recipe, overrides)
         return explain_tp_max(config, asked, fit_recipe(asked, config))
 
-    assert line(LLAMA3_8B, "dual") == "tensor parallelism: up to 8 ranks"
-    assert line(QWEN, "dual", tp_max=1) == "tensor parallelism: up to 1 rank"
+    assert line(LLAMA3_8B, "dual") == "tensor parallelism with scales per rank: up to 8 ranks"
+    assert line(QWEN, "dual", tp_max=1) == "tensor parallelism with scales per rank: up to 1 rank"
     assert line(QWEN, "dual") == (
-        "tensor parallelism: up to 2 ranks; 4 is too many: 14 heads do not divide by 4; a slice of o_proj's 896 "
-        "channels is no multiple of 64; a slice of down_proj's 4864 channels is no multiple of 128"
+        "tensor parallelism with scales per rank: up to 2 ranks; 4 is too many: 14 heads do not divide by 4; a slice "
+        "of o_proj's 896 channels is no multiple of 64; a slice of down_proj's 4864 channels is no multiple of 128"
     )
     assert "--tp-max allows more by ordering channels inside slices" in line(LLAMA3_8B, "fmpq")
 
@@ -93,7 +93,7 @@ def test_what_is_written_can_be_cut(recipe: str, overrides: dict[str, Any], quan
     """The reader's own check agrees with what the writer promised."""
     checkpoint = open_checkpoint(quantized("llama", recipe, **overrides))
     assert checkpoint.quantization["permutation"]["tp_max"] == 2
-    refuse_uncuttable(checkpoint, 2)
+    refuse_uncuttable(checkpoint, 2, per_rank_scales=True)
     permuted = [name for name in checkpoint.names() if name.endswith(("o_proj.input_perm", "down_proj.input_perm"))]
     assert permuted or recipe in ("rtn", "w4a16")
     for name in permuted if "tp_max" in overrides else ():  # ranks get equal parts of every segment
@@ -110,4 +110,5 @@ def test_blocks_that_would_be_cut_are_refused_by_both(quantized: Callable[..., P
     checkpoint = open_checkpoint(quantized("llama", "dual"))
     assert checkpoint.quantization["permutation"]["tp_max"] == 1
     with pytest.raises(UnsupportedError, match="down_proj"):
-        refuse_uncuttable(checkpoint, 2)
+        refuse_uncuttable(checkpoint, 2, per_rank_scales=True)
+    refuse_uncuttable(checkpoint, 2)  # rows can be cut

@@ -13,17 +13,15 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 
-from w4a4.configs.errors import UnsupportedError, UsageError
+from w4a4.configs.errors import UnsupportedError
 from w4a4.export.checkpoint import PackedCheckpoint, open_checkpoint
-from w4a4.kernels.layout import ActMode
 from w4a4.serve.integrations.vllm.kv4_backend import KV4Method, use_kv4_backend
 from w4a4.serve.integrations.vllm.linear_method import BIAS, W4A4LinearMethod
 from w4a4.serve.integrations.vllm.ranks import refuse_uncuttable
+from w4a4.serve.integrations.vllm.settings import PluginSettings
 from w4a4.serve.integrations.vllm.versions import KV4_DTYPE
 
 NAME = "w4a4"
-SETTINGS = "w4a4"
-"""Our key of vLLM's --additional-config: {"w4a4": {"act": "map" | "a8" | "a16"}}."""
 
 
 class W4A4Config(QuantizationConfig):
@@ -73,7 +71,7 @@ class W4A4Config(QuantizationConfig):
             checkpoint = self.checkpoint()
             if members[0] not in checkpoint.linear_names:
                 raise UnsupportedError(f"{prefix} is no packed linear of {checkpoint.path}", "w4a4 inspect DIR")
-            return W4A4LinearMethod(checkpoint, members, _act())
+            return W4A4LinearMethod(checkpoint, members, _settings())
         if isinstance(layer, Attention):
             kv = self.quantization["kv_cache"]
             return KV4Method(self, bool(kv["k_mean"]), bool(kv["qk_hadamard"]), int(kv["sink_tokens"]))
@@ -88,7 +86,7 @@ class W4A4Config(QuantizationConfig):
         if self._checkpoint is None:
             vllm = get_current_vllm_config()
             self._checkpoint = open_checkpoint(_folder(vllm.model_config.model, vllm.model_config.revision))
-            refuse_uncuttable(self._checkpoint, get_tensor_model_parallel_world_size())
+            refuse_uncuttable(self._checkpoint, get_tensor_model_parallel_world_size(), _settings().per_rank_scales)
             if vllm.cache_config.cache_dtype == KV4_DTYPE:
                 use_kv4_backend(int(self.quantization["kv_cache"]["sink_tokens"]))
         return self._checkpoint
@@ -97,13 +95,8 @@ class W4A4Config(QuantizationConfig):
         return self.__dict__ | {"_checkpoint": None}  # memory-mapped files do not travel between processes
 
 
-def _act() -> ActMode | None:
-    settings = (get_current_vllm_config().additional_config or {}).get(SETTINGS, {})
-    act = settings.get("act")
-    if set(settings) - {"act"} or act not in (None, "map", "a8", "a16"):
-        raise UsageError(f"--additional-config: {SETTINGS} may hold act: map, a8 or a16, got {settings}")
-    checked: ActMode | None = act
-    return checked
+def _settings() -> PluginSettings:
+    return PluginSettings.of(get_current_vllm_config().additional_config)
 
 
 def _folder(model: str, revision: str | None) -> Path:

@@ -1,7 +1,9 @@
 """Packed linears in vLLM: what is loaded, how it is prepared, how it runs.
 
-vLLM merges q, k, v and gate, up; it cuts these between ranks by rows, and o, down by the slices of their input
-(`input_slice`). Each rank quantises its own slice with its own scale, which is finer than one for the whole input.
+vLLM merges q, k, v and gate, up and cuts them between ranks by rows. o and down it cuts along their input, and adds up
+what the ranks make of their slices. A token's scale is that of its whole input, so here ranks gather the input, take
+rows of o and down as well, and gather the output: every digit is that of one rank. With `per_rank_scales` they keep
+vLLM's way: a rank has its columns (`input_slice`) and scales of its own.
 """
 
 from __future__ import annotations
@@ -10,19 +12,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.distributed import tensor_model_parallel_all_gather
 from vllm.model_executor.layers.linear import (
     LinearMethodBase,
     RowParallelLinear,
     register_weight_loader_v2_supported_method,
 )
-from vllm.model_executor.parameter import ChannelQuantScaleParameter
+from vllm.model_executor.parameter import BasevLLMParameter, ChannelQuantScaleParameter
 
 from w4a4.configs.errors import CheckpointError, UnsupportedError
 from w4a4.export.checkpoint import PackedCheckpoint
 from w4a4.kernels import ops
-from w4a4.kernels.layout import ActMode, LinearLayout
+from w4a4.kernels.layout import LinearLayout
 from w4a4.serve.integrations.input_slice import InputSlice, segment_weights
 from w4a4.serve.integrations.vllm.parameters import IgnoredParameter, SharedParameter, weight_parameter
+from w4a4.serve.integrations.vllm.settings import PluginSettings
 from w4a4.serve.model_runner import choose_act
 
 BIAS = "packed_bias"
@@ -36,11 +40,12 @@ class W4A4LinearMethod(LinearMethodBase):
 
     Args:
         members: prefixes of the stored linears it is made of, in order of rows; they share their input.
-        act: activation bits; None: the checkpoint's map on a CPU, 8 everywhere on a GPU.
     """
 
-    def __init__(self, checkpoint: PackedCheckpoint, members: list[str], act: ActMode | None) -> None:
-        self.checkpoint, self.members, self.act = checkpoint, members, act
+    def __init__(self, checkpoint: PackedCheckpoint, members: list[str], settings: PluginSettings) -> None:
+        self.checkpoint, self.members, self.settings = checkpoint, members, settings
+        self.cut: InputSlice | None = None
+        self.is_gathered = False
 
     def create_weights(
         self,
@@ -56,15 +61,18 @@ class W4A4LinearMethod(LinearMethodBase):
         first = self.members[0]
         layout = self.checkpoint.layout(first)
         stored = {suffix: tensor.dtype for suffix, tensor in self.checkpoint.linear_tensors(first).items()}
-        cut = None
-        if isinstance(layer, RowParallelLinear):
-            perm = self.checkpoint.tensor(f"{first}.input_perm") if "input_perm" in stored else None
-            cut = InputSlice.of(layout, perm, layer.tp_rank, layer.tp_size)
-            layout = cut.layout
         rows = sum(output_partition_sizes)
+        if isinstance(layer, RowParallelLinear) and layer.tp_size > 1:
+            if self.settings.per_rank_scales:
+                perm = self.checkpoint.tensor(f"{first}.input_perm") if "input_perm" in stored else None
+                self.cut = InputSlice.of(layout, perm, layer.tp_rank, layer.tp_size)
+                layout = self.cut.layout
+            else:
+                assert layer.reduce_results, "vLLM expects sums from this layer that somebody else completes"
+                self.is_gathered, rows, loader = True, rows // layer.tp_size, load_own_rows
+        cut = self.cut
         self.layout = LinearLayout(rows, layout.segments, layout.clip, layout.symmetric, layout.hadamard,
                                    layout.group_size)  # fmt: skip
-        self.cut = cut
         for suffix, data in _empty_tensors(self.layout, rows).items():
             if suffix in stored:  # without a column where none of them is this rank's
                 layer.register_parameter(suffix, weight_parameter(suffix, data, cut, loader))
@@ -101,7 +109,7 @@ class W4A4LinearMethod(LinearMethodBase):
         perm = self.cut.perm if self.cut else loaded.get("input_perm")
         is_added_here = self.cut is None or layer.tp_rank == 0  # once, where ranks add up
         bias = loaded[BIAS] if is_added_here and bool(loaded[BIAS].any()) else None
-        act = choose_act(self.act, device)
+        act = choose_act(self.settings.act, device)
         try:
             layer.packed = ops.prepare_linear(
                 self.layout.at(act), segment_weights(self.layout, stored), scales, perm, bias, device
@@ -111,6 +119,8 @@ class W4A4LinearMethod(LinearMethodBase):
         for name in (*_WEIGHTS, BIAS, "input_perm", "block_precision", "act_clip", "weight_shape"):
             if hasattr(layer, name):
                 delattr(layer, name)
+        if self.is_gathered:
+            layer.reduce_results = False  # nothing is left to add up
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """y [..., N] of x [..., K] in x's dtype. vLLM's own bias is not used: ours is inside."""
@@ -118,8 +128,17 @@ class W4A4LinearMethod(LinearMethodBase):
         rows = x.reshape(-1, x.shape[-1])
         if rows.dtype not in linear.input_dtypes:
             rows = rows.to(torch.bfloat16)
-        y = ops.linear_forward(ops.quantize_activation(rows.contiguous(), linear), linear)
-        return y.view(*x.shape[:-1], y.shape[-1]).to(x.dtype)
+        if self.is_gathered:
+            rows = tensor_model_parallel_all_gather(rows.contiguous())
+        y = ops.linear_forward(ops.quantize_activation(rows.contiguous(), linear), linear).to(x.dtype)
+        if self.is_gathered:
+            y = tensor_model_parallel_all_gather(y)
+        return y.view(*x.shape[:-1], y.shape[-1])
+
+
+def load_own_rows(parameter: BasevLLMParameter, loaded_weight: Tensor) -> None:
+    """Load a tensor of a layer that vLLM means to cut along its input as one that is cut by rows."""
+    parameter.load_column_parallel_weight(loaded_weight=loaded_weight)
 
 
 def _plain(parameter: Tensor) -> Tensor:

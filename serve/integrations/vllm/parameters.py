@@ -41,9 +41,6 @@ class IgnoredParameter(BasevLLMParameter):
     def _assert_and_load(self, loaded_weight: Tensor) -> None:
         pass
 
-    def load_row_parallel_weight(self, loaded_weight: Tensor) -> None:
-        pass
-
 
 class _InputCut:
     """Loads a rank's columns of a layer that is cut along its input, in stored order."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.vllm
 
 PackedFolder = Callable[..., Path]
 
-GENERATION = Path(__file__).with_name("vllm_generation.py")
+WORKER = Path(__file__).with_name("vllm_worker.py")
 NUM_TOKENS = 24
 KV4 = {"kv_cache_dtype": "int4_per_token_head"}
 
@@ -32,22 +32,48 @@ def prompts() -> list[list[int]]:
     return [torch.randint(3, 300, (length,), generator=generator).tolist() for length in (5, 17, 40)]
 
 
-def run(folder: Path, **settings: Any) -> dict[str, Any]:
-    """What vllm_generation.py prints."""
-    settings |= {"prompts": prompts(), "num_tokens": NUM_TOKENS}
-    done = subprocess.run(
-        [sys.executable, str(GENERATION), str(folder), json.dumps(settings)],
-        capture_output=True, text=True, timeout=240,
-    )  # fmt: skip
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    assert lines, done.stdout[-2000:] + done.stderr[-4000:]
-    result: dict[str, Any] = json.loads(lines[0].removeprefix("RESULT "))
-    return result
+class Worker:
+    """A process that runs one model after the other in vLLM."""
+
+    def __init__(self, log: Path) -> None:
+        self.log = log
+        self._process: subprocess.Popen[str] | None = None
+
+    def run(self, folder: Path, **settings: Any) -> dict[str, Any]:
+        """What vllm_worker.py says about a model. After a failure the next one gets a new process."""
+        if self._process is None:
+            with self.log.open("w") as log:
+                self._process = subprocess.Popen(
+                    [sys.executable, str(WORKER)],
+                    stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
+                )  # fmt: skip
+        assert self._process.stdin and self._process.stdout
+        settings |= {"folder": str(folder), "prompts": prompts(), "num_tokens": NUM_TOKENS}
+        print(json.dumps(settings), file=self._process.stdin, flush=True)
+        said = ""
+        for line in self._process.stdout:
+            if line.startswith("RESULT "):
+                result: dict[str, Any] = json.loads(line.removeprefix("RESULT "))
+                return result
+            said += line
+        self.stop()
+        raise AssertionError(said[-2000:] + self.log.read_text()[-4000:])
+
+    def generate(self, folder: Path, **settings: Any) -> list[list[int]]:
+        tokens: list[list[int]] = self.run(folder, **settings)["tokens"]
+        return tokens
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self._process.communicate()
+            self._process = None
 
 
-def generate(folder: Path, **settings: Any) -> list[list[int]]:
-    tokens: list[list[int]] = run(folder, **settings)["tokens"]
-    return tokens
+@pytest.fixture(scope="module")
+def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
+    worker = Worker(tmp_path_factory.mktemp("vllm") / "log")
+    yield worker
+    worker.stop()
 
 
 def greedy(folder: Path, act: ActMode, kv_bits: int) -> list[list[int]]:
@@ -64,45 +90,57 @@ def greedy(folder: Path, act: ActMode, kv_bits: int) -> list[list[int]]:
 @pytest.mark.parametrize(
     ("kind", "recipe"), [("llama-biased", "fmpq-int8"), ("mistral", "dual"), ("qwen2", "quik"), ("qwen3", "dual")]
 )
-def test_greedy_tokens_equal_our_own(kind: str, recipe: str, packed_folder: PackedFolder) -> None:
+def test_greedy_tokens_equal_our_own(kind: str, recipe: str, packed_folder: PackedFolder, vllm: Worker) -> None:
     """Orders of channels, asymmetric activations, 16-bit columns, biases, windows; KV4 with a mean off the keys,
     Hadamard and sinks: every number is the same."""
     folder = packed_folder(kind, recipe)
-    assert generate(folder, **KV4) == greedy(folder, "map", 4)
+    assert vllm.generate(folder, **KV4) == greedy(folder, "map", 4)
 
 
-def test_two_ranks_equal_one(packed_folder: PackedFolder) -> None:
-    """Packed weights, scales, permutations and heads are cut right. Activations are left alone: with them quantised
-    each rank has scales of its own."""
+def test_two_ranks_equal_one(packed_folder: PackedFolder, vllm: Worker) -> None:
+    """Ranks quantise whole tokens, at 4 and 8 bits, and have rows of every linear, in whatever order its channels are:
+    this one's 8-bit columns stand where magnitude puts them."""
+    folder = packed_folder("llama-biased", "fmpq-int8")
+    assert vllm.generate(folder, tensor_parallel_size=2, **KV4) == greedy(folder, "map", 4)
+
+
+def test_two_ranks_with_scales_of_their_own(packed_folder: PackedFolder, vllm: Worker) -> None:
+    """Columns of o_proj and down_proj are cut right. Activations are left alone: quantised, they would differ."""
     folder = packed_folder("qwen2", down_hadamard=64)
-    tokens = generate(folder, tensor_parallel_size=2, additional_config={"w4a4": {"act": "a16"}}, **KV4)
+    settings = {"w4a4": {"act": "a16", "per_rank_scales": True}}
+    tokens = vllm.generate(folder, tensor_parallel_size=2, additional_config=settings, **KV4)
     assert tokens == greedy(folder, "a16", 4)
 
 
-def test_compiled_equals_eager(packed_folder: PackedFolder) -> None:
+def test_compiled_equals_eager(packed_folder: PackedFolder, vllm: Worker) -> None:
+    """torch.compile sees our operators and what two ranks exchange. Activations are left alone: its norms round
+    differently."""
     folder = packed_folder("qwen2")
-    tokens = generate(folder, enforce_eager=False, additional_config={"w4a4": {"act": "a16"}}, **KV4)
+    settings = {"w4a4": {"act": "a16"}}
+    tokens = vllm.generate(folder, enforce_eager=False, tensor_parallel_size=2, additional_config=settings, **KV4)
     assert tokens == greedy(folder, "a16", 4)
 
 
-def test_a_model_in_bf16_keeps_scales_and_means_in_float32(packed_folder: PackedFolder) -> None:
+def test_a_model_in_bf16_keeps_scales_and_means_in_float32(packed_folder: PackedFolder, vllm: Worker) -> None:
     folder = packed_folder("llama")
-    first = run(folder, dtype="bfloat16", additional_config={"w4a4": {"act": "a16"}}, **KV4)["first"]
+    first = vllm.run(folder, dtype="bfloat16", additional_config={"w4a4": {"act": "a16"}}, **KV4)["first"]
     check_first(first, CausalLM(open_checkpoint(folder), act="a16"))
 
 
-def test_vllm_without_us_runs_the_float_model(packed_folder: PackedFolder, tmp_path: Path) -> None:
+def test_vllm_without_us_runs_the_float_model(packed_folder: PackedFolder, vllm: Worker, tmp_path: Path) -> None:
     packed = packed_folder("llama", "w4a16")
     folder = export_fake_quant(open_checkpoint(packed), tmp_path / "float", torch.float32)
-    assert generate(folder) == greedy(packed, "a16", 16)
+    assert vllm.generate(folder) == greedy(packed, "a16", 16)
 
 
 @pytest.mark.parametrize("recipe", ["w4a16", "w8a8"])
-def test_vllm_without_us_runs_compressed_tensors(recipe: str, packed_folder: PackedFolder, tmp_path: Path) -> None:
+def test_vllm_without_us_runs_compressed_tensors(
+    recipe: str, packed_folder: PackedFolder, vllm: Worker, tmp_path: Path
+) -> None:
     """Its kernels for int4 weights on a CPU know bf16 alone, so probabilities are compared."""
     packed = packed_folder("llama", recipe)
-    first = run(export_compressed_tensors(open_checkpoint(packed), tmp_path / "out"), dtype="bfloat16")["first"]
-    check_first(first, CausalLM(open_checkpoint(packed)))
+    folder = export_compressed_tensors(open_checkpoint(packed), tmp_path / "out")
+    check_first(vllm.run(folder, dtype="bfloat16")["first"], CausalLM(open_checkpoint(packed)))
 
 
 def check_first(first: list[dict[str, float]], model: CausalLM) -> None:

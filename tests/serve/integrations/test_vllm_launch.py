@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tomllib
 from collections.abc import Callable, Iterator
 from importlib.metadata import EntryPoint
@@ -110,18 +111,53 @@ def test_versions_are_checked_first(
 
 
 def test_layers_that_cannot_be_cut_are_named(packed_folder: PackedFolder, capsys: pytest.CaptureFixture[str]) -> None:
-    checkpoint = open_checkpoint(packed_folder("llama"))  # 384 channels in Hadamard blocks of 128
-    refuse_uncuttable(checkpoint, 1)
+    checkpoint = open_checkpoint(packed_folder("llama"))  # 4 heads, 2 kv-heads, rows of 256
+    for num_ranks in (1, 2):
+        refuse_uncuttable(checkpoint, num_ranks)
     with pytest.raises(UnsupportedError) as raised:
-        refuse_uncuttable(checkpoint, 2)
-    assert (
-        "model.layers.0.mlp.down_proj, model.layers.1.mlp.down_proj: a Hadamard of 128 channels would be cut"
-        in raised.value.message
-    )
-    assert "o_proj" not in raised.value.message
-    with pytest.raises(UnsupportedError, match="every q_proj and o_proj: 4 heads do not divide by 3"):
         refuse_uncuttable(checkpoint, 3)
-    refuse_uncuttable(open_checkpoint(packed_folder("llama", down_hadamard=64)), 2)
+    assert "every q_proj and o_proj: 4 heads do not divide by 3" in raised.value.message
+    assert "every o_proj and down_proj: 256 rows do not divide by 3" in raised.value.message
+    assert "every gate_proj" not in raised.value.message  # 384 rows do
+    with pytest.raises(UnsupportedError, match="every gate_proj and up_proj: 384 rows do not divide by 5"):
+        refuse_uncuttable(checkpoint, 5)
+
+
+def test_scales_per_rank_need_inputs_that_can_be_cut(
+    packed_folder: PackedFolder, executed: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """384 channels in Hadamard blocks of 128 lie on two ranks only where these share their input."""
+    command = ["serve", str(packed_folder("llama")), "--engine", "vllm", "-tp", "2", "--act", "a8"]
+    per_rank = '--additional-config={"w4a4": {"per_rank_scales": true}}'
+    assert run(command) == 0 and pairs(executed)["--additional-config"] == '{"w4a4": {"act": "a8"}}'
+    executed.clear()
+    assert run([*command, per_rank]) == 4 and not executed
+    said = capsys.readouterr().err
+    assert "model.layers.0.mlp.down_proj, model.layers.1.mlp.down_proj: a Hadamard of 128 channels" in said
+    assert "o_proj" not in said
+    command[1] = str(packed_folder("llama", down_hadamard=64))
+    assert run([*command, per_rank, "--additional-config", '{"more": 1}']) == 0
+    assert executed.count("--additional-config") == 1
+    given = json.loads(pairs(executed)["--additional-config"])
+    assert given == {"w4a4": {"act": "a8", "per_rank_scales": True}, "more": 1}
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("{", "--additional-config must be a JSON object, got '{'"),
+        ("[1]", "--additional-config must be a JSON object, got '[1]'"),
+        ('{"w4a4": {"act": "a7"}}', "w4a4 holds {'act': 'a7'}"),
+        ('{"w4a4": {"acts": "a8"}}', "w4a4 holds {'acts': 'a8'}"),
+        ('{"w4a4": 3}', "w4a4 holds 3"),
+    ],
+)
+def test_settings_that_make_no_sense(
+    given: str, said: str, packed_folder: PackedFolder, executed: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["serve", str(packed_folder("llama")), "--engine", "vllm", "--additional-config", given]
+    assert run(command) == 2 and not executed
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
