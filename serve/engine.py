@@ -4,8 +4,9 @@ Four doors: `submit` and `abort` from any thread, `stats` for a look, and a list
 thread once per step with everything that is new. One step: take orders, schedule, run the model, sample, update
 sequences, hand out text. With a runner that returns before its device is done, the host runs one step ahead: a step is
 launched with tokens that only the device knows yet, and the tokens and the text of the step before it are dealt with
-while the device works. A sequence that turns out to have ended has then been computed once more, for nothing. A step
-that samples something the host must see first (a grammar, penalties, log-probabilities, a last token) waits.
+while the device works. A sequence that turns out to have ended has then been computed once more, for nothing; one whose
+number of tokens is reached is left out. A step that samples something the host must see first (a grammar, penalties,
+log-probabilities) waits.
 
 A failure of the runner leaves the device in an unknown state, so it ends the engine: every request gets an error,
 nothing new is taken, and `failure` says why. A failure that belongs to one request (its logits are not finite, its
@@ -300,7 +301,8 @@ class Engine:
         """One step for whatever there is to do."""
         plan = self._scheduler.schedule()
         if not plan:
-            assert not self._scheduler.has_work, "the scheduler has work and plans none of it"
+            assert self._ahead or not self._scheduler.has_work, "the scheduler has work and plans none of it"
+            self._settle()
             self._emit()
             return
         batch, num_logit_rows = build_batch(plan, self._scheduler.tables, self.info.page_size)
@@ -520,7 +522,7 @@ def _can_run_ahead(entry: Scheduled) -> bool:
     return params.prompt_logprobs is None and (
         not entry.is_sampled
         or sequence.is_finished
-        or (sequence.is_plain and params.logprobs is None and sequence.num_output + 1 < sequence.max_tokens)
+        or (sequence.is_plain and params.logprobs is None and sequence.max_tokens > 0)
     )
 
 

@@ -236,5 +236,10 @@ class Sequence:
         return len(self.tokens) + self.num_ahead - self.num_computed
 
     @property
+    def is_ending(self) -> bool:
+        """The device has sampled the last token that it may have: nothing is left to compute."""
+        return self.num_ahead > 0 and self.num_output + self.num_ahead >= self.max_tokens
+
+    @property
     def is_finished(self) -> bool:
         return self.finish_reason is not None

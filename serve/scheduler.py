@@ -100,12 +100,14 @@ class Scheduler:
         self.waiting.append(sequence)
 
     def schedule(self) -> list[Scheduled]:
-        """Plan the next step and take the pages it needs. Empty only if there is no work."""
+        """Plan the next step and take the pages it needs. Empty only if there is no work, but for last tokens that the
+        host has yet to see (`Sequence.is_ending`).
+        """
         budget = self.limits.max_num_batched_tokens
         plan: dict[int, Scheduled] = {}
         num_preempted = self.num_preemptions
         # Decoding first. Both lists keep the order of arrival; a victim may be in either, so rows are checked again.
-        decoding = [sequence for sequence in self.running if sequence.num_pending == 1]
+        decoding = [sequence for sequence in self.running if sequence.num_pending == 1 and not sequence.is_ending]
         for sequence in decoding:
             if sequence.row >= 0 and self._reserve(sequence, 1, plan):
                 plan[sequence.row] = Scheduled(sequence, 1, True)

@@ -64,6 +64,19 @@ def test_plain_decoding_runs_ahead_of_what_the_host_knows(start_engine: StartEng
     assert harness.engine.stats().num_output_tokens == sum(len(harness.outputs[key].token_ids) for key in ids)
 
 
+def test_last_tokens_are_not_waited_for(start_engine: StartEngine) -> None:
+    """Lengths are known before the tokens: a sequence is left out after its last one, and the others go on."""
+    harness = start_engine(EngineConfig(max_num_seqs=4), num_pages=64, is_asynchronous=True)
+    limits = (1, 12, 12, 20)
+    requests = [harness.request(f"prompt {n}", max_tokens=n, ignore_eos=True) for n in limits]
+    harness.engine.submit(requests)
+    outputs = harness.wait(*(request.request_id for request in requests))
+    for limit, request, output in zip(limits, requests, outputs, strict=True):
+        assert output.token_ids == harness.runner.expected_answer(bytes(request.prompt_ids), limit)
+    assert (harness.runner.num_steps, harness.runner.num_steps_ahead) == (20, 19)
+    assert harness.engine.stats().num_pages_in_use == 0
+
+
 @pytest.mark.parametrize("params", [{"logprobs": 1}, {"repetition_penalty": 1.1}, {"min_tokens": 5}])
 def test_nothing_runs_ahead_that_needs_the_token(start_engine: StartEngine, params: dict[str, object]) -> None:
     harness = start_engine(is_asynchronous=True)
