@@ -31,6 +31,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from w4a4.kernels import kv4_sm90
 from w4a4.kernels.compile_cache import compile_to
 from w4a4.kernels.kv4 import KVBatch, KVPageLayout, kv_attention, kv_rope_write
+from w4a4.kernels.prompt_attention import attend_causally
 
 COPY_BYTES_PER_SECOND = 4.27e12
 COLD_BYTES = 300e6
@@ -211,7 +212,7 @@ def measure_prefill(heads: tuple[int, int, int], tokens: int, context: int) -> d
     pages = random_pages(layout, columns)
     ours = median_us([lambda: kv4_sm90.kv4_prefill(query, pages, batch, 0, context, layout, 0.1)] * 4)
     keys, values = kv4_sm90.read_pages(pages, tables[:1], context, layout, None, torch.bfloat16)
-    base = median_us([lambda: kv4_sm90.attend_causally(query[None], keys, values, 0.1, None)] * 4)
+    base = median_us([lambda: attend_causally(query[None], keys, values, 0.1, None)] * 4)
     return {
         "heads_q": heads[0],
         "heads_kv": heads[1],

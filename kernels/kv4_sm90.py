@@ -10,7 +10,6 @@ replayed after its block tables and lengths were overwritten in place.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -18,12 +17,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.bias import CausalBias, causal_lower_right
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad
 
 from w4a4.kernels.compile_cache import Kernel, load
 from w4a4.kernels.kv4 import KVBatch, KVPageLayout, sink_view
+from w4a4.kernels.prompt_attention import attend_causally, attend_planned, is_planned, rounded_length
 
 ARCH = "sm_90a"
 LOG2_E = 1.4426950408889634
@@ -37,7 +35,6 @@ _MAX_COUNTERS = 1 << 16
 _TILE = 16
 _UNLIMITED = 1 << 30
 _FLOATS = (torch.bfloat16, torch.float16)
-_NO_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 @dataclass(frozen=True)
@@ -395,28 +392,16 @@ def kv4_prefill(
     chosen = slice(sequence, sequence + count)
     tables = batch.block_tables[chosen, : -(-length // layout.page_size)]
     sink_pages = None if batch.sink_pages is None else batch.sink_pages[chosen]
-    keys, values = read_pages(pages, tables, length, layout, sink_pages, q.dtype)
     queries = q.view(count, -1, *q.shape[1:])
+    room = rounded_length(length)
+    is_whole = q.is_cuda and queries.shape[1] == length and (window is None or window >= length)
+    if is_whole and room % layout.page_size == 0 and is_planned(count, q.shape[1], room, q.shape[2]):
+        tables = pad(tables, (0, room // layout.page_size - tables.shape[1]))  # with page 0: any will do
+        keys, values = read_pages(pages, tables, room, layout, sink_pages, q.dtype)
+        keys[:, :, length:], values[:, :, length:] = 0.0, 0.0
+        return attend_planned(queries, keys, values, scale).flatten(0, 1)
+    keys, values = read_pages(pages, tables, length, layout, sink_pages, q.dtype)
     return attend_causally(queries, keys, values, scale, window).flatten(0, 1)
-
-
-def attend_causally(q: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None) -> Tensor:
-    """SDPA of the last T positions, q [B, T, Hq, D], over keys and values [B, Hkv, n, D]: [B, T, Hq, D]."""
-    tokens, length = q.shape[1], keys.shape[2]
-    mask: Tensor | None = None
-    if window is not None and window < length:
-        positions = torch.arange(length, device=q.device)
-        distance = positions[length - tokens :, None] - positions
-        mask = (distance >= 0) & (distance < window)
-    elif tokens != length:
-        mask = causal_lower_right(tokens, length)
-    # cuDNN, which PyTorch prefers here, builds a plan of some 40 ms for every new shape, and prompts bring new ones.
-    is_flash = not isinstance(mask, Tensor) or isinstance(mask, CausalBias)
-    with sdpa_kernel(_NO_PLANS) if is_flash else nullcontext():
-        out = scaled_dot_product_attention(
-            q.transpose(1, 2), keys, values, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
-        )
-    return out.transpose(1, 2)
 
 
 def read_pages(

@@ -303,3 +303,23 @@ def test_write_leaves_the_bytes_of_the_law(
     else:
         assert torch.equal(gpu[2].cpu(), pages)
         assert torch.equal(gpu_q.cpu(), q.to(dtype))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("length", [576, 1000])
+@pytest.mark.parametrize("num_sinks", [0, 4])
+def test_whole_prompts_are_the_same_with_a_plan(length: int, num_sinks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lengths that are rounded up and one that is not; unused bytes of pages hold NaN."""
+    from w4a4.kernels import prompt_attention
+
+    layout = KVPageLayout(2, 128, num_sinks=num_sinks)
+    pages, decodes = filled(layout, [length, length])
+    starts = torch.tensor([0, length, 2 * length], dtype=torch.int32)
+    tables = decodes.block_tables.clamp(max=pages.shape[0] - 1)
+    batch = KVBatch(tables, starts, decodes.context_lengths, decodes.sink_pages)
+    q = random(2 * length, 8, 128, seed=7).bfloat16()
+    expected = kv_attention(q.double(), pages, batch, layout, 0.1)
+    monkeypatch.setattr(prompt_attention, "PLAN_OPERATIONS", 0.0)
+    monkeypatch.setattr(prompt_attention, "MIN_OPERATIONS", 0.0)
+    got = kv_attention(q.cuda(), pages.cuda(), on_gpu(batch), layout, 0.1)
+    assert relative_error(got[None].flatten(1), expected[None].flatten(1)) < 8e-3
