@@ -1,4 +1,5 @@
-"""What people would run instead, in the same model code: bf16 linears by cuBLAS, fp8 linears by `torch._scaled_mm`.
+"""What people would run instead, in the same model code: bf16 linears by cuBLAS, fp8 linears by `torch._scaled_mm`, for
+few tokens by a Triton kernel of ours (`baseline_fp8`), as `torch._scaled_mm` is no faster than bf16 there.
 
 The weights are those of the packed model, dequantised and brought back to the order of its inputs, so a baseline
 computes the same function without quantised activations: no permutation, no online Hadamard, a 16-bit KV cache. Norms
@@ -115,7 +116,7 @@ class BaselineOps:
             weight=_joined(weights),
             scales=torch.cat(scales).T.contiguous() if scales else None,
             bias=bias,
-            path="fp8-scaled_mm" if self.kind == "fp8" else path,
+            path="fp8-scaled_mm, Triton for few tokens" if self.kind == "fp8" else path,
         )
 
     def rmsnorm_quantize(
@@ -148,6 +149,14 @@ class BaselineOps:
         if self.kind == "bf16":
             return F.linear(activation.values, linear.weight, linear.bias)
         assert activation.scales is not None and linear.scales is not None
+        from w4a4.serve.baseline_fp8 import product, tile_for
+
+        rows, width = linear.weight.shape
+        tile = tile_for(rows, activation.tokens)
+        if tile is not None and rows % tile.rows == 0 and width % (tile.columns * tile.parts) == 0:
+            return product(
+                activation.values, activation.scales, linear.weight, linear.scales, linear.bias, activation.tokens, tile
+            )
         y = torch._scaled_mm(
             activation.values,
             linear.weight.T,

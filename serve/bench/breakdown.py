@@ -24,7 +24,7 @@ PARTS: tuple[tuple[str, str], ...] = (
     ("attention", r"kv4_?decode|Kv4Decode|_attend_split|_merge_splits|flash|fmha|attention"),
     ("KV write", r"kv4_?write|Kv4Write|kv_write"),
     ("quantise", r"quantize|Quantize|_rmsnorm|_silu_mul|_quantize_row"),
-    ("linears", r"w4ax|W4Ax|gemm_sm90|Gemm|_scaled_mm|f8f8|e4m3"),
+    ("linears", r"w4ax|W4Ax|gemm_sm90|Gemm|_scaled_mm|f8f8|e4m3|^_product$"),
     ("head and float linears", r"gemm|gemv|cutlass|nvjet|xmma|cublas|splitK"),
     ("sampling", r"argmax|ArgMax|reduce_kernel"),
 )
