@@ -231,7 +231,9 @@ def _bench_model(
     check = check_model(packed, device, settings.act, settings.kv_bits)
     console.say(f"checked: {check.sentence}")
     facts["check"] = check.to_dict()
-    facts["warmup"] = "every test runs once before it is timed; on a GPU decode is one CUDA graph per step"
+    facts["warmup"] = (
+        "decode runs once, prefill three times before it is timed; on a GPU decode is one CUDA graph per step"
+    )
     kernels: dict[str, dict[str, str]] = {}
     memory: dict[str, dict[str, float]] = {}
     breakdowns: list[Breakdown] = []

@@ -319,6 +319,14 @@ def kv_attention(
         from w4a4.kernels import kv4_sm90
 
         return kv4_sm90.attention(q, pages, batch, layout, scale, window)
+    return attend_in_float64(q, pages, batch, layout, scale, window)
+
+
+def attend_in_float64(
+    q: Tensor, pages: Tensor, batch: KVBatch, layout: KVPageLayout, scale: float, window: int | None = None
+) -> Tensor:
+    """The law of `kv_attention`, on whatever device the tensors are."""
+    num_tokens, num_heads, head_dim = q.shape
     groups = batch.planned((layout, window), lambda: list(_plan(batch, layout, window)))
     output = torch.zeros(num_tokens, num_heads, head_dim, dtype=torch.float64, device=q.device)
     query = (q.double() * scale).view(num_tokens, layout.num_kv_heads, -1, head_dim)  # [T, Hkv, G, D]

@@ -51,11 +51,14 @@ def kv_tokens(model: CausalLM) -> int:
 
 
 def largest_batch(model: CausalLM, max_tokens: int) -> int:
-    """Sequences of `max_tokens` tokens whose K and V fit, sinks included; at least 1, a multiple of 8 from 8 on."""
+    """Sequences of `max_tokens` tokens whose K and V fit, sinks included; at least 1, a multiple of 8 from 8 on and of
+    128 from 512 on, where a product with another number of rows has a tile that is mostly empty.
+    """
     layout = model.kv_layout()
     pages = layout.pages_for(max_tokens)
     fits = kv_bytes_available(model) // (pages * layout.page_bytes * model.config.num_layers)
-    return max(1, fits // 8 * 8 if fits >= 8 else fits)
+    multiple = 128 if fits >= 512 else 8 if fits >= 8 else 1
+    return max(1, fits // multiple * multiple)
 
 
 def _tensor_bytes(linear: Any) -> int:

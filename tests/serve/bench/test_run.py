@@ -83,7 +83,7 @@ def test_memory_counts_packed_bytes() -> None:
     assert model_bytes(model) == linears + 300 * 256 * (4 + 2)  # the embedding stays as stored
     assert kv_token_bytes(model) == 3 * 2 * 2 * (64 / 2 + 4)
     pages = 1 + 20 // 16 + 1  # with the sink page
-    assert largest_batch(model, 20) == (1 << 30) // (pages * 16 * 3 * 2 * 2 * 36) // 8 * 8
+    assert largest_batch(model, 20) == (1 << 30) // (pages * 16 * 3 * 2 * 2 * 36) // 128 * 128
 
 
 class TestCheck:
