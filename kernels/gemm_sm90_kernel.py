@@ -32,6 +32,7 @@ from w4a4.kernels.gemm_sm90_variant import Variant
 K_BLOCK = 128  # columns of one activation tile: a full 128-byte swizzle row
 NOTHING = -(2**31)  # a sum that cannot be: marks a word of the workspace as not yet written
 HIGH_NIBBLES = -252645136  # 0xF0F0F0F0
+WIDE_AHEAD = 3  # pairs of columns whose upper bits are on their way when an epilogue starts: as registers allow
 WEIGHTS_ONCE = 0x12F0000000000000  # L2 policy evict_first: no other cluster will read them
 WEIGHTS_AGAIN = 0x1000000000000000  # evict_normal
 
@@ -70,6 +71,7 @@ class GemmKernel:
             OperandMajorMode.K,
             OperandMajorMode.K,
         )
+        self.op = op
         tiled_mma = cute.make_tiled_mma(cute.make_mma_atom(op), (v.warpgroups, 1, 1))
         atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, Int8)
         x_layout = cute.tile_to_shape(atom, (v.tokens, K_BLOCK, v.stages * v.x_blocks), order=(0, 1, 2))
@@ -78,7 +80,7 @@ class GemmKernel:
             load, codes, cute.slice_(x_layout, (None, None, 0)), (v.tokens, K_BLOCK), num_multicast=v.cluster
         )
         y_swizzle = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, BFloat16)
-        y_layout = cute.tile_to_shape(y_swizzle, (v.store_tokens, 64, v.warpgroups * v.store_buffers), order=(0, 1, 2))
+        y_layout = cute.tile_to_shape(y_swizzle, (v.store_tokens, 64, v.store_slots), order=(0, 1, 2))
         y_atom, y_tma = cpasync.make_tiled_tma_atom(
             cpasync.CopyBulkTensorTileS2GOp(), out, cute.slice_(y_layout, (None, None, 0)), (v.store_tokens, 64)
         )
@@ -280,6 +282,12 @@ class GemmKernel:
             rows_smem = storage.rows.get_tensor(cute.make_layout((4, 64, v.row_blocks), stride=(1, 4, 256)))
             y_smem = storage.y.get_tensor(y_layout.outer, swizzle=y_layout.inner)
             y_base = storage.y.data_ptr().toint()
+            # Where this warpgroup's chunks wait for their store, and how far the next one is.
+            slot, slot_step, in_flight = consumer, Int32(v.warpgroups), Int32(0)
+            if cutlass.const_expr(v.lends_stages):
+                y_smem = cute.make_tensor(cute.recast_ptr(words_smem, y_layout.inner, dtype=BFloat16), y_layout.outer)
+                y_base = words_smem.toint()
+                slot, slot_step, in_flight = self.store_slots(consumer, first_steps)
             wide = Int64(0)
             is_wide = Int32(0)
             if cutlass.const_expr(v.packs_first):
@@ -293,7 +301,7 @@ class GemmKernel:
                 self.fetch_scales(token_scales, rows, scales_smem, rows_smem, token_tile, row_block, consumer, lane)
                 if cutlass.const_expr(v.packs_first):
                     accumulators[0].fill(Int32(2**15) << first_shift)
-                else:
+                elif cutlass.const_expr(not v.overwrites(0)):
                     accumulators[0].fill(0)
                 stage, phase = self.accumulate(
                     0, cutlass.max(cutlass.min(stop, first_steps) - start, 0), tiled_mma, fragments, b_fragment,
@@ -302,7 +310,8 @@ class GemmKernel:
                 if cutlass.const_expr(v.segments == 2):
                     if cutlass.const_expr(v.packs_first):
                         is_wide = self.pack(accumulators[0], packed, first_shift, wide)
-                    accumulators[1].fill(0)
+                    if cutlass.const_expr(not v.overwrites(1)):
+                        accumulators[1].fill(0)
                     stage, phase = self.accumulate(
                         1, cutlass.max(stop - cutlass.max(start, first_steps), 0), tiled_mma, fragments, b_fragment,
                         accumulators[1], words_smem, full, empty, stage, phase, consumer, lane,
@@ -321,12 +330,12 @@ class GemmKernel:
                         if is_wide == 1:
                             self.store(
                                 True, accumulators, packed, wide, unit, scales_smem, rows_smem, y_smem, y_base, y_atom,
-                                y_tma, token_tile, row_block, consumer, lane,
+                                y_tma, slot, slot_step, in_flight, token_tile, row_block, consumer, lane,
                             )  # fmt: skip
                     if is_wide == 0:
                         self.store(
                             False, accumulators, packed, wide, unit, scales_smem, rows_smem, y_smem, y_base, y_atom,
-                            y_tma, token_tile, row_block, consumer, lane,
+                            y_tma, slot, slot_step, in_flight, token_tile, row_block, consumer, lane,
                         )  # fmt: skip
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
@@ -547,7 +556,7 @@ class GemmKernel:
         consumer: Int32,
         lane: Int32,
     ):  # type: ignore[no-untyped-def]
-        """accumulator += `count` K steps of one segment; returns the pipeline's next stage and phase.
+        """accumulator += `count` K steps of one segment, or = if it `overwrites`; returns the next stage and phase.
 
         With `looks_ahead` a step is unpacked while the tensor cores still work on the one before.
         """
@@ -559,6 +568,7 @@ class GemmKernel:
                     cute.arch.mbarrier_wait(full + stage, phase)
                     self.step(
                         segment,
+                        previous >= 0,
                         tiled_mma,
                         fragments[parity],
                         b_fragment,
@@ -575,7 +585,10 @@ class GemmKernel:
                     stage, phase = self.advance(stage, phase)
             if count % 2 == 1:
                 cute.arch.mbarrier_wait(full + stage, phase)
-                self.step(segment, tiled_mma, fragments[0], b_fragment, accumulator, words_smem, stage, consumer, lane)
+                self.step(
+                    segment, previous >= 0, tiled_mma, fragments[0], b_fragment, accumulator, words_smem, stage,
+                    consumer, lane,
+                )  # fmt: skip
                 warpgroup.wait_group(1)
                 if previous >= 0:
                     self.release(empty + previous, lane)
@@ -585,9 +598,16 @@ class GemmKernel:
             if previous >= 0:
                 self.release(empty + previous, lane)
         else:
-            for _ in cutlass.range(count, unroll=1):
+            for index in cutlass.range(count, unroll=1):
                 cute.arch.mbarrier_wait(full + stage, phase)
-                self.step(segment, tiled_mma, fragments[0], b_fragment, accumulator, words_smem, stage, consumer, lane)
+                self.step(
+                    segment, index > 0, tiled_mma, fragments[0], b_fragment, accumulator, words_smem, stage, consumer,
+                    lane,
+                )  # fmt: skip
+                if cutlass.const_expr(v.lends_stages and segment == 0):
+                    # What stores still read of the stages is read before the first of them is given back.
+                    if lane < 32:
+                        cute.arch.cp_async_bulk_wait_group(0, read=True)
                 warpgroup.wait_group(0)
                 self.release(empty + stage, lane)
                 stage, phase = self.advance(stage, phase)
@@ -597,6 +617,7 @@ class GemmKernel:
     def step(
         self,
         segment: cutlass.Constexpr,
+        is_later: cutlass.Boolean,
         tiled_mma: cute.TiledMma,
         fragments: cutlass.Constexpr,
         b_fragment: cute.Tensor,
@@ -606,7 +627,10 @@ class GemmKernel:
         consumer: Int32,
         lane: Int32,
     ) -> None:
-        """Unpack one K step into A fragments and issue its products as one group."""
+        """Unpack one K step into A fragments and issue its products as one group.
+
+        Where a segment `overwrites`, the first product of its first step does: nobody clears accumulators.
+        """
         v = self.variant
         bits = v.weight_bits[segment]
         blocks = v.blocks_per_warpgroup
@@ -615,6 +639,10 @@ class GemmKernel:
             (4, 128, block_words // 512, v.row_blocks, v.stages), stride=(1, 4, 512, block_words, v.stage_words)
         )
         flat = cute.make_tensor(words_smem, layout)
+        first_mma = tiled_mma
+        if cutlass.const_expr(v.overwrites(segment)):
+            first_mma = cute.make_tiled_mma(cute.make_mma_atom(self.op), (v.warpgroups, 1, 1))
+            first_mma.set(warpgroup.Field.ACCUMULATE, is_later)
         for sub in cutlass.range_constexpr(v.step_blocks(segment)):
             registers = cute.recast_tensor(fragments[sub], Int32)
             for m in cutlass.range_constexpr(blocks):
@@ -637,7 +665,7 @@ class GemmKernel:
             warpgroup.fence()
             for kk in cutlass.range_constexpr(K_BLOCK // 32):
                 cute.gemm(
-                    tiled_mma,
+                    first_mma if sub == 0 and kk == 0 else tiled_mma,
                     accumulator,
                     fragments[sub][None, None, kk],
                     b_fragment[None, None, kk, stage * v.x_blocks + sub],
@@ -669,12 +697,20 @@ class GemmKernel:
                     "st.relaxed.gpu.global.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
                     read_only_args=[address + q * 2048, *words],
                 )
-        for pair in cutlass.range_constexpr(cute.size(packed)):
-            packed[pair] = cute.arch.inline_ptx(
-                "{.reg .b32 l, h; shr.u32 l, {$r0}, {$r2}; shl.b32 h, {$r1}, {$r3}; prmt.b32 {$w0}, l, h, 0x7610;}",
-                write_only_types=[Int32],
-                read_only_args=[sums[2 * pair], sums[2 * pair + 1], shift, 16 - shift],
-            )
+        if shift == 8:  # 4-bit codes on both sides: whole bytes
+            for pair in cutlass.range_constexpr(cute.size(packed)):
+                packed[pair] = cute.arch.inline_ptx(
+                    "prmt.b32 {$w0}, {$r0}, {$r1}, 0x6521;",
+                    write_only_types=[Int32],
+                    read_only_args=[sums[2 * pair], sums[2 * pair + 1]],
+                )
+        else:
+            for pair in cutlass.range_constexpr(cute.size(packed)):
+                packed[pair] = cute.arch.inline_ptx(
+                    "{.reg .b32 l, h; shr.u32 l, {$r0}, {$r2}; shl.b32 h, {$r1}, {$r3}; prmt.b32 {$w0}, l, h, 0x7610;}",
+                    write_only_types=[Int32],
+                    read_only_args=[sums[2 * pair], sums[2 * pair + 1], shift, 16 - shift],
+                )
         return is_wide
 
     @cute.jit
@@ -688,13 +724,17 @@ class GemmKernel:
         )
 
     @cute.jit
-    def widen(self, sums: cute.Tensor, address: Int64, pair: cutlass.Constexpr) -> None:
-        """Add what `pack` left in the workspace to four sums: exact, and rounded once, as an int32 would be."""
-        words = cute.arch.inline_ptx(
-            "ld.relaxed.gpu.global.v2.b32 {{$w0}, {$w1}}, [{$r0}];",
-            write_only_types=[Int32, Int32],
-            read_only_args=[address + (pair // 4 * 2048 + pair % 4 * 4)],
+    def load_wide(self, address: Int64, quad: cutlass.Constexpr):  # type: ignore[no-untyped-def]
+        """Four of the words that `pack` left in the workspace: the upper bits of two columns of eight tokens."""
+        return cute.arch.inline_ptx(
+            "ld.relaxed.gpu.global.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+            write_only_types=[Int32] * 4,
+            read_only_args=[address + quad * 2048],
         )
+
+    @cute.jit
+    def widen(self, sums: cute.Tensor, words: cutlass.Constexpr) -> None:
+        """Add the upper bits of a column's four sums: exact, and rounded once, as an int32 would be."""
         for half in cutlass.range_constexpr(2):
             sums[2 * half, 0] = Float32(words[half] << 16 >> 16) * 65536.0 + sums[2 * half, 0]
             sums[2 * half + 1, 0] = Float32(words[half] >> 16) * 65536.0 + sums[2 * half + 1, 0]
@@ -807,6 +847,26 @@ class GemmKernel:
     # Epilogue
 
     @cute.jit
+    def store_slots(self, consumer: Int32, first_steps: Int32):  # type: ignore[no-untyped-def]
+        """Of a variant that `lends_stages`: a warpgroup's first slot, the way to its second, 1 if there is a second.
+
+        The first warpgroup has both buffers. The second has, of two stages, the halves with the int8 weights of its own
+        rows: it has read them, and the int4 weights of the next tile's first steps do not reach there. Where those are
+        fewer than there are stages, int8 weights may: then each warpgroup has one buffer.
+        """
+        v = self.variant
+        buffers = v.store_slots - v.warpgroups
+        slot, step, in_flight = buffers + consumer, Int32(0), Int32(0)
+        if first_steps >= v.stages:
+            in_flight = Int32(1)
+            slot = Int32(buffers)
+            step = Int32(1)
+            if consumer == 1:
+                slot = Int32(1)
+                step = Int32(2)
+        return slot, step, in_flight
+
+    @cute.jit
     def store(
         self,
         is_wide: cutlass.Constexpr,
@@ -820,6 +880,9 @@ class GemmKernel:
         y_base: Int32,
         y_atom: cute.CopyAtom,
         y_tma: cute.Tensor,
+        slot: Int32,
+        slot_step: Int32,
+        in_flight: Int32,
         token_tile: Int32,
         row_block: Int32,
         consumer: Int32,
@@ -827,7 +890,8 @@ class GemmKernel:
     ) -> None:
         """Scale, round, transpose through shared memory, and let TMA store while the next tile is multiplied.
 
-        Token scales are loaded some columns ahead: a load cannot pass the `stmatrix` before it.
+        Token scales are loaded some columns ahead: a load cannot pass the `stmatrix` before it. So are the upper bits
+        of wide sums, from L2, two more for every two columns that free their registers.
         """
         v = self.variant
         warp = lane // 32
@@ -841,16 +905,26 @@ class GemmKernel:
         columns = v.store_tokens // 8
         ahead = min(8 // v.segments, blocks * v.store_chunks * columns)
         scales = []
+        quads = blocks * v.tokens // 16
+        uppers = [self.load_wide(wide, quad) for quad in range(min(WIDE_AHEAD, quads) if is_wide else 0)]
         low = cute.make_rmem_tensor(4, Float32)
         high = cute.make_rmem_tensor(4, Float32)
         for chunk_index in cutlass.range_constexpr(blocks * v.store_chunks):
             m = chunk_index // v.store_chunks
             part = chunk_index % v.store_chunks
-            buffer = (chunk_index % v.store_buffers) * v.warpgroups + consumer
+            buffer = slot + chunk_index % v.buffers_in_turn * slot_step
             b = m * v.warpgroups + consumer
             if cutlass.const_expr(chunk_index == 0 or chunk_index >= v.store_buffers):
                 if lane < 32:
-                    cute.arch.cp_async_bulk_wait_group(0 if chunk_index == 0 else v.store_buffers - 1, read=True)
+                    if cutlass.const_expr(chunk_index == 0):
+                        cute.arch.cp_async_bulk_wait_group(0, read=True)
+                    elif cutlass.const_expr(v.lends_stages):
+                        if in_flight == 1:
+                            cute.arch.cp_async_bulk_wait_group(1, read=True)
+                        else:
+                            cute.arch.cp_async_bulk_wait_group(0, read=True)
+                    else:
+                        cute.arch.cp_async_bulk_wait_group(v.store_buffers - 1, read=True)
                 self.sync(consumer)
             if cutlass.const_expr(chunk_index == 0):
                 scales = [self.token_scales(scales_address, column) for column in range(ahead)]
@@ -873,7 +947,12 @@ class GemmKernel:
                     for half in cutlass.range_constexpr(2):
                         sums[2 * half, 0], sums[2 * half + 1, 0] = self.unpack(packed[index // 2 + half])
                     if cutlass.const_expr(is_wide):
-                        self.widen(sums, wide, index // 2)
+                        quad = index // 8
+                        if cutlass.const_expr(j % 2 == 0):
+                            upper = uppers[quad]
+                            more = range(len(uppers), min(len(uppers) + 2, quads))
+                            uppers += [self.load_wide(wide, later) for later in more]
+                        self.widen(sums, upper[2 * (j % 2) : 2 * (j % 2) + 2])
                 rounded = cute.make_rmem_tensor(4, BFloat16)
                 of_tokens = scales.pop(0)
                 for e in cutlass.range_constexpr(4):

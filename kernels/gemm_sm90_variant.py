@@ -123,6 +123,41 @@ class Variant:
         return self.tokens // self.store_tokens
 
     @property
+    def lends_stages(self) -> bool:
+        """Whether the second warpgroup's output waits for its store in the stages, where int8 weights of its rows were.
+
+        That half of a stage stays empty as long as int4 weights arrive, and no other room is left for a second buffer.
+        """
+        is_half = self.stage_words * 2 == self.store_tokens * 128  # bytes of a chunk
+        return (
+            self.packs_first
+            and self.weight_bits == (4, 8)
+            and self.row_blocks == self.warpgroups == 2
+            and self.store_buffers == 1
+            and is_half
+        )
+
+    @property
+    def buffers_in_turn(self) -> int:
+        """Chunks of one warpgroup that have a place each: the next one takes the place of the first."""
+        return 2 if self.lends_stages else self.store_buffers
+
+    @property
+    def store_slots(self) -> int:
+        """Places for a chunk, counted from the stages on where they are lent."""
+        own = self.warpgroups * self.store_buffers
+        if not self.lends_stages:
+            return own
+        return own + self.stages * (self.stage_words * 4 + self.stage_x_bytes) // (self.store_tokens * 128)
+
+    def overwrites(self, segment: int) -> bool:
+        """Whether the first product of a segment needs no cleared accumulator.
+
+        It does where a tile may begin in the middle, or where the sums begin with an offset.
+        """
+        return not self.shares_tiles and not (self.packs_first and segment == 0)
+
+    @property
     def partial_words(self) -> int:
         """int32 sums of one thread."""
         return self.segments * self.tokens // 2 * self.blocks_per_warpgroup

@@ -20,6 +20,7 @@ LAYOUTS = {
     "w4": W4,
     "one block": (Segment(128, 4, 4),),
     "dual": DUAL,
+    "dual short": (Segment(256, 4, 4), Segment(256, 8, 8)),
     "dual long": (Segment(3584, 4, 4), Segment(512, 8, 8)),
     "dual under int8 activations": (Segment(3584, 8, 4), Segment(512, 8, 8)),
     "int4 under int8 activations": (Segment(384, 4, 4), Segment(128, 8, 4)),
@@ -108,10 +109,13 @@ def test_product_equals_exact_arithmetic_up_to_bf16(name: str, tokens: int, rows
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["w4", "dual"])
+@pytest.mark.parametrize("name", ["w4", "dual", "dual short", "dual long", "dual under int8 activations"])
 def test_large_odd_batch(name: str) -> None:
-    case = make_case(LAYOUTS[name], 4097, 1088)
-    check(gemm(case.codes, case.scales, case.linear), case)
+    """Several tiles for every block: a tile's output waits for its store while the next one is multiplied."""
+    case = make_case(LAYOUTS[name], 4097, 3136)
+    for _ in range(3):
+        out = torch.full((4097, 3136), float("nan"), dtype=torch.bfloat16, device="cuda")
+        check(gemm(case.codes, case.scales, case.linear, out), case)
 
 
 @pytest.mark.gpu

@@ -53,3 +53,27 @@ def test_impossible_tiles_are_refused() -> None:
         Variant((4,), 64, 2, 2, 4, packs_first=True)
     with pytest.raises(ValueError, match="no room for the sums of two segments"):
         Variant((4, 8), 64, 2, 2, 4, packs_first=True, shares_tiles=True)
+
+
+def test_output_waits_in_stages_only_where_int4_weights_leave_room() -> None:
+    dual = Variant((4, 8), 256, 2, 2, 4, packs_first=True)
+    assert dual.lends_stages and dual.buffers_in_turn == 2
+    chunk = dual.store_tokens * 128
+    assert dual.row_blocks * dual.step_words(0) * 4 == chunk  # from the start of a stage: a chunk's place begins behind
+    assert dual.stage_words * 4 == 2 * chunk
+    stages = dual.stages * (dual.stage_words * 4 + dual.stage_x_bytes)
+    assert dual.store_slots * chunk == stages + dual.warpgroups * chunk
+    for other in (
+        Variant((4, 4), 256, 2, 2, 4, packs_first=True),
+        Variant((4, 8), 128, 2, 2, 4),
+        Variant((4,), 256, 2, 2, 4, store_buffers=2),
+    ):
+        assert not other.lends_stages
+        assert other.store_slots == other.warpgroups * other.buffers_in_turn
+
+
+def test_sums_are_cleared_where_a_tile_may_begin_inside_or_with_an_offset() -> None:
+    packed, plain = Variant((4, 8), 256, 2, 2, 4, packs_first=True), Variant((4, 8), 128, 2, 2, 4)
+    shared = Variant((4, 8), 64, 2, 2, 4, shares_tiles=True)
+    cleared = [[not variant.overwrites(segment) for segment in (0, 1)] for variant in (packed, plain, shared)]
+    assert cleared == [[True, False], [False, False], [True, True]]
