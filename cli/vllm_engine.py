@@ -11,7 +11,7 @@ import click
 from click.core import ParameterSource
 
 from w4a4.cli.console import Console
-from w4a4.configs.errors import UsageError
+from w4a4.configs.errors import NotFoundError, UsageError
 
 _SAME_IN_VLLM = {
     "host": "--host",
@@ -44,6 +44,7 @@ def vllm_flags(context: click.Context, folder: Path) -> list[str]:
 
     Raises:
         UsageError: an option that only our own engine has.
+        NotFoundError: a chat template that is not there.
     """
     flags = ["--host", str(context.params["host"]), "--port", str(context.params["port"])]
     flags += ["--served-model-name", context.params["served_model_name"] or folder.resolve().name]
@@ -55,6 +56,8 @@ def vllm_flags(context: click.Context, folder: Path) -> list[str]:
         elif name == "generation_config":
             flags += ["--generation-config", "auto" if value == "auto" else "vllm"]
         elif name in _SAME_IN_VLLM:
+            if name == "chat_template" and not value.is_file():
+                raise NotFoundError(f"--chat-template: there is no file {value}")
             if name not in ("host", "port", "served_model_name"):
                 flags += [_SAME_IN_VLLM[name], *map(str, value if isinstance(value, tuple) else (value,))]
         elif name not in _OURS:

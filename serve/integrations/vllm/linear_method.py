@@ -8,6 +8,7 @@ vLLM's way: a rank has its columns (`input_slice`) and scales of its own.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -71,8 +72,7 @@ class W4A4LinearMethod(LinearMethodBase):
                 assert layer.reduce_results, "vLLM expects sums from this layer that somebody else completes"
                 self.is_gathered, rows, loader = True, rows // layer.tp_size, load_own_rows
         cut = self.cut
-        self.layout = LinearLayout(rows, layout.segments, layout.clip, layout.symmetric, layout.hadamard,
-                                   layout.group_size)  # fmt: skip
+        self.layout = replace(layout, out_features=rows)
         for suffix, data in _empty_tensors(self.layout, rows).items():
             if suffix in stored:  # without a column where none of them is this rank's
                 layer.register_parameter(suffix, weight_parameter(suffix, data, cut, loader))

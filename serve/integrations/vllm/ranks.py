@@ -35,5 +35,5 @@ def refuse_uncuttable(checkpoint: PackedCheckpoint, num_ranks: int, per_rank_sca
         lines = "; ".join(f"{', '.join(names)}: {problem}" for problem, names in problems.items())
         raise UnsupportedError(
             f"{checkpoint.path} cannot be cut into {num_ranks} ranks: {lines}",
-            f"fewer ranks, or quantise again with --tp-max {num_ranks} where the model allows it",
+            "another number of ranks" + (", or leave per_rank_scales out" if per_rank_scales else ""),
         )

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,24 @@ from w4a4.export.checkpoint import open_checkpoint
 from w4a4.export.compressed_tensors import export_compressed_tensors
 from w4a4.export.fake_quant import export_fake_quant
 from w4a4.kernels.layout import ActMode
+from w4a4.serve.integrations.vllm.versions import require_vllm
 from w4a4.serve.model import CausalLM
 
 pytestmark = pytest.mark.vllm
 
 PackedFolder = Callable[..., Path]
+
+
+def is_old() -> bool:
+    """0.26, whose blocks have one size: it keeps no first positions in 16 bits and no sliding windows."""
+    return require_vllm()[1].startswith("0.26.")
+
+
+@pytest.fixture(scope="session")
+def packed(packed_folder: PackedFolder) -> PackedFolder:
+    """`packed_folder`, of checkpoints that ask for what this vLLM has."""
+    return partial(packed_folder, sink_tokens=0) if is_old() else packed_folder
+
 
 WORKER = Path(__file__).with_name("vllm_worker.py")
 NUM_TOKENS = 24
@@ -90,39 +104,41 @@ def greedy(folder: Path, act: ActMode, kv_bits: int) -> list[list[int]]:
 @pytest.mark.parametrize(
     ("kind", "recipe"), [("llama-biased", "fmpq-int8"), ("mistral", "dual"), ("qwen2", "quik"), ("qwen3", "dual")]
 )
-def test_greedy_tokens_equal_our_own(kind: str, recipe: str, packed_folder: PackedFolder, vllm: Worker) -> None:
+def test_greedy_tokens_equal_our_own(kind: str, recipe: str, packed: PackedFolder, vllm: Worker) -> None:
     """Orders of channels, asymmetric activations, 16-bit columns, biases, windows; KV4 with a mean off the keys,
     Hadamard and sinks: every number is the same."""
-    folder = packed_folder(kind, recipe)
+    if kind == "mistral" and is_old():
+        pytest.skip("no sliding windows in KV4 there")
+    folder = packed(kind, recipe)
     assert vllm.generate(folder, **KV4) == greedy(folder, "map", 4)
 
 
-def test_two_ranks_equal_one(packed_folder: PackedFolder, vllm: Worker) -> None:
+def test_two_ranks_equal_one(packed: PackedFolder, vllm: Worker) -> None:
     """Ranks quantise whole tokens, at 4 and 8 bits, and have rows of every linear, in whatever order its channels are:
     this one's 8-bit columns stand where magnitude puts them."""
-    folder = packed_folder("llama-biased", "fmpq-int8")
+    folder = packed("llama-biased", "fmpq-int8")
     assert vllm.generate(folder, tensor_parallel_size=2, **KV4) == greedy(folder, "map", 4)
 
 
-def test_two_ranks_with_scales_of_their_own(packed_folder: PackedFolder, vllm: Worker) -> None:
+def test_two_ranks_with_scales_of_their_own(packed: PackedFolder, vllm: Worker) -> None:
     """Columns of o_proj and down_proj are cut right. Activations are left alone: quantised, they would differ."""
-    folder = packed_folder("qwen2", down_hadamard=64)
+    folder = packed("qwen2", down_hadamard=64)
     settings = {"w4a4": {"act": "a16", "per_rank_scales": True}}
     tokens = vllm.generate(folder, tensor_parallel_size=2, additional_config=settings, **KV4)
     assert tokens == greedy(folder, "a16", 4)
 
 
-def test_compiled_equals_eager(packed_folder: PackedFolder, vllm: Worker) -> None:
+def test_compiled_equals_eager(packed: PackedFolder, vllm: Worker) -> None:
     """torch.compile sees our operators and what two ranks exchange. Activations are left alone: its norms round
     differently."""
-    folder = packed_folder("qwen2")
+    folder = packed("qwen2")
     settings = {"w4a4": {"act": "a16"}}
     tokens = vllm.generate(folder, enforce_eager=False, tensor_parallel_size=2, additional_config=settings, **KV4)
     assert tokens == greedy(folder, "a16", 4)
 
 
-def test_a_model_in_bf16_keeps_scales_and_means_in_float32(packed_folder: PackedFolder, vllm: Worker) -> None:
-    folder = packed_folder("llama")
+def test_a_model_in_bf16_keeps_scales_and_means_in_float32(packed: PackedFolder, vllm: Worker) -> None:
+    folder = packed("llama")
     first = vllm.run(folder, dtype="bfloat16", additional_config={"w4a4": {"act": "a16"}}, **KV4)["first"]
     check_first(first, CausalLM(open_checkpoint(folder), act="a16"))
 
@@ -133,6 +149,7 @@ def test_vllm_without_us_runs_the_float_model(packed_folder: PackedFolder, vllm:
     assert vllm.generate(folder) == greedy(packed, "a16", 16)
 
 
+@pytest.mark.skipif(not torch.cpu._is_avx512_supported(), reason="vLLM's integer kernels need AVX-512")
 @pytest.mark.parametrize("recipe", ["w4a16", "w8a8"])
 def test_vllm_without_us_runs_compressed_tensors(
     recipe: str, packed_folder: PackedFolder, vllm: Worker, tmp_path: Path

@@ -207,6 +207,31 @@ def test_the_plug_in_is_declared_where_vllm_looks(
     assert "does not declare its vLLM plug-in" in capsys.readouterr().err and not executed
 
 
+def test_a_list_of_plug_ins_without_ours(
+    packed_folder: PackedFolder,
+    executed: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    command = ["serve", str(packed_folder("llama")), "--engine", "vllm"]
+    monkeypatch.setenv("VLLM_PLUGINS", "lora_resolver")
+    assert run(command) == 4 and not executed
+    assert "VLLM_PLUGINS=lora_resolver keeps vLLM from loading our plug-in" in capsys.readouterr().err
+    monkeypatch.setenv("VLLM_PLUGINS", "lora_resolver,w4a4")
+    assert run(command) == 0 and executed
+
+
+def test_a_chat_template_that_is_not_there(
+    packed_folder: PackedFolder, executed: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    template = tmp_path / "chat.jinja"
+    command = ["serve", str(packed_folder("llama")), "--engine", "vllm", "--chat-template", str(template)]
+    assert run(command) == 3 and not executed
+    assert f"there is no file {template}" in capsys.readouterr().err
+    template.write_text("{{ messages }}")
+    assert run(command) == 0 and pairs(executed)["--chat-template"] == str(template)
+
+
 def test_the_command_is_a_click_command() -> None:
     from w4a4.cli.serve import command
 
