@@ -110,8 +110,7 @@ def launch(
     layout: LinearLayout,
 ) -> None:
     """One launch on the current stream with operands that were checked; may be captured in a CUDA graph."""
-    most = variant.blocks_per_multiprocessor * _multiprocessors(x.device.index) // variant.cluster
-    blocks = variant.cluster * min(x.shape[0], most)
+    blocks, owners = share_out(variant, x.shape[0], _multiprocessors(x.device.index))
     _kernel(variant)(
         x,
         residual,
@@ -124,7 +123,16 @@ def launch(
         *layout.clip,
         eps,
         blocks,
+        owners,
     )
+
+
+def share_out(variant: QuantizeVariant, rows: int, multiprocessors: int) -> tuple[int, int]:
+    """Thread blocks of a launch, and how many owners of rows they are: each gets the same number, or one less."""
+    resident = variant.blocks_per_multiprocessor * multiprocessors // variant.cluster
+    rounds = -(-rows // (resident * variant.groups))
+    owners = -(-rows // rounds)
+    return variant.cluster * min(owners, resident), owners
 
 
 def kernel_of(variant: QuantizeVariant) -> Kernel:

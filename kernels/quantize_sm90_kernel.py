@@ -55,24 +55,27 @@ class QuantizeKernel:
         clip_rms: Float32,
         eps: Float32,
         num_blocks: Int32,
+        num_owners: Int32,  # groups of threads, or clusters, that get rows
         stream: Any,
     ) -> None:
         v = self.variant
 
         @cute.struct
         class Storage:
-            full: cute.struct.MemRange[Int64, v.stages]
-            partials: cute.struct.MemRange[Float32, 2 * 4 * 32]
-            rows: cute.struct.Align[cute.struct.MemRange[BFloat16, v.stages * v.inputs * v.block_channels], 128]
+            full: cute.struct.MemRange[Int64, v.groups * v.stages]
+            partials: cute.struct.MemRange[Float32, v.groups * 2 * 4 * 32]
+            rows: cute.struct.Align[
+                cute.struct.MemRange[BFloat16, v.groups * v.stages * v.inputs * v.block_channels], 128
+            ]
             sources: cute.struct.Align[cute.struct.MemRange[Uint16, max(VECTOR, v.sources)], 16]
             gains: cute.struct.Align[cute.struct.MemRange[BFloat16, max(VECTOR, v.gains)], 16]
 
         self.storage = Storage
         self.kernel(
-            x, residual, norm_weight, perm, hidden, codes, scales, first_width, clip_absmax, clip_rms, eps
+            x, residual, norm_weight, perm, hidden, codes, scales, first_width, clip_absmax, clip_rms, eps, num_owners
         ).launch(
             grid=[num_blocks, 1, 1],
-            block=[v.threads, 1, 1],
+            block=[v.groups * v.threads, 1, 1],
             cluster=[v.cluster, 1, 1] if v.cluster > 1 else None,
             stream=stream,
             use_pdl=True,
@@ -94,67 +97,87 @@ class QuantizeKernel:
         clip_absmax: Float32,
         clip_rms: Float32,
         eps: Float32,
+        num_owners: Int32,
     ) -> None:
         v = self.variant
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
-        grid, _, _ = cute.arch.grid_dim()
+        blocks, _, _ = cute.arch.grid_dim()
         tokens = cute.size(codes, mode=[0])
-        # From here on a block is what owns rows, and a thread one of all that share a row.
+        # What owns rows is a group of a block's threads, or a cluster; from here on a thread is one of all that share a
+        # row. Owners that are neighbours are blocks of their own, so that few rows use many multiprocessors.
+        group = Int32(0)
+        if cutlass.const_expr(v.groups > 1):
+            group = cute.arch.make_warp_uniform(thread // v.threads)
         rank = block % v.cluster
-        block = block // v.cluster
-        grid = grid // v.cluster
-        local_thread = thread
-        thread = thread + rank * v.threads
+        owner = block // v.cluster + group * blocks
+        local_thread = thread - group * v.threads
+        thread = local_thread + rank * v.threads
 
         smem = SmemAllocator()
         storage = smem.allocate(self.storage)
-        full = storage.full.data_ptr()
-        rows = storage.rows.get_tensor(cute.make_layout((v.block_channels, v.inputs, v.stages)))
+        full = storage.full.data_ptr() + group * v.stages
+        rows_pointer = storage.rows.data_ptr()
+        if cutlass.const_expr(v.groups > 1):
+            rows_pointer = rows_pointer + cute.assume(group * (v.stages * v.inputs * v.block_channels), divby=VECTOR)
+        rows = cute.make_tensor(rows_pointer, cute.make_layout((v.block_channels, v.inputs, v.stages)))
         # The same rows as vectors of four words, two bf16 each.
         vectors = cute.make_tensor(
-            cute.recast_ptr(storage.rows.data_ptr(), dtype=Int32),
+            cute.recast_ptr(rows_pointer, dtype=Int32),
             cute.make_layout(
                 (WORDS, v.block_channels // VECTOR, v.inputs, v.stages),
                 stride=(1, WORDS, v.block_channels // 2, v.block_channels // 2 * v.inputs),
             ),
         )
-        partials = storage.partials.get_tensor(cute.make_layout((32, 4, 2)))
+        partials = cute.make_tensor(storage.partials.data_ptr() + group * 256, cute.make_layout((32, 4, 2)))
 
         if local_thread == 0:
             for stage in cutlass.range_constexpr(v.stages):
                 cute.arch.mbarrier_init(full + stage, 1)
         cute.arch.mbarrier_init_fence()
-        self.sync()
+        if cutlass.const_expr(v.cluster > 1):
+            self.sync(group)
+        else:
+            cute.arch.sync_threads()
         # Programmatic dependent launch: the next kernel may set itself up now, and inputs are complete after the wait.
         cute.arch.griddepcontrol_launch_dependents()
-        # What is the model's and no kernel's output: each thread keeps the sources and gains of its own channels in
-        # shared memory.
+        # What is the model's and no kernel's output: the sources and gains of channels, in shared memory. Groups have
+        # one table, of which each prepares a part.
         sources = storage.sources.get_tensor(cute.make_layout((VECTOR, max(1, v.sources // VECTOR))))
         gains = storage.gains.get_tensor(cute.make_layout((VECTOR, max(1, v.gains // VECTOR))))
         if cutlass.const_expr(v.permuted):
-            self.prepare_sources(sources, perm, thread)
+            self.prepare_sources(sources, perm, group, thread)
         if cutlass.const_expr(v.weighted):
-            self.prepare_gains(gains, sources, norm_weight, thread)
+            self.prepare_gains(gains, sources, norm_weight, group, thread)
+        if cutlass.const_expr(v.groups > 1):
+            cute.arch.sync_threads()
         cute.arch.griddepcontrol_wait()
+        num_rows = (tokens - owner + num_owners - 1) // num_owners
+        if owner >= num_owners:
+            num_rows = Int32(0)
         if local_thread == 0:
-            for stage in cutlass.range_constexpr(v.stages):
-                if block + stage * grid < tokens:
-                    self.fetch(x, residual, storage, full, Int32(stage), block + stage * grid, rank)
+            for stage in cutlass.range_constexpr(1 if v.staggers else v.stages):
+                if stage < num_rows:
+                    self.fetch(x, residual, rows_pointer, full, Int32(stage), owner + stage * num_owners, rank)
 
         values = cute.make_rmem_tensor((VECTOR, VECTORS), Float32)
-        num_rows = (tokens - block + grid - 1) // grid
         stage = Int32(0)
         phase = Int32(0)
         slot = Int32(0)
         for i in cutlass.range(num_rows, unroll=1):
-            row = block + i * grid
+            row = owner + i * num_owners
             cute.arch.mbarrier_wait(full + stage, phase)
+            if cutlass.const_expr(v.staggers):
+                # Everybody's first row comes before anybody's second.
+                if i == 0 and local_thread == 0 and row + num_owners < tokens:
+                    self.fetch(x, residual, rows_pointer, full, Int32(1), row + num_owners, rank)
             if cutlass.const_expr(v.is_normed):
                 squares = self.read_hidden(values, vectors, hidden, row, stage, thread)
-                sums = self.reduce(squares, Float32(0), Float32(0), partials, Int32(0), thread, False)
+                sums = self.reduce(squares, Float32(0), Float32(0), partials, Int32(0), group, thread, False)
                 if cutlass.const_expr(not v.permuted):
-                    self.refill(x, residual, storage, full, stage, row, grid, tokens, rank, local_thread)
+                    self.refill(
+                        x, residual, rows_pointer, full, stage, row + v.stages * num_owners, tokens, rank, local_thread
+                    )
                 inverse_rms = Float32(1.0) / cute.math.sqrt(sums[0] / Float32(v.channels) + eps)
                 if cutlass.const_expr(v.permuted):
                     self.gather(values, rows, sources, stage, thread)
@@ -166,9 +189,11 @@ class QuantizeKernel:
             if cutlass.const_expr(v.hadamard > 1):
                 self.transform(values, thread)
             first_max, second_max, squares = self.extremes(values, first_width, thread)
-            bounds = self.reduce(squares, first_max, second_max, partials, slot, thread, True)
+            bounds = self.reduce(squares, first_max, second_max, partials, slot, group, thread, True)
             if cutlass.const_expr(not v.is_normed or v.permuted):
-                self.refill(x, residual, storage, full, stage, row, grid, tokens, rank, local_thread)
+                self.refill(
+                    x, residual, rows_pointer, full, stage, row + v.stages * num_owners, tokens, rank, local_thread
+                )
             first_scale = self.scale(v.bits[0], bounds[1], bounds[0], first_width, clip_absmax, clip_rms)
             second_scale = first_scale
             if cutlass.const_expr(len(v.bits) == 2):
@@ -203,7 +228,7 @@ class QuantizeKernel:
         self,
         x: cute.Tensor,
         residual: cute.Tensor | None,
-        storage: Any,
+        rows_pointer: cute.Pointer,
         full: cute.Pointer,
         stage: Int32,
         row: Int32,
@@ -215,7 +240,7 @@ class QuantizeKernel:
         copies = 2 if v.source == "rmsnorm_residual" or v.cluster > 1 else 1
         size = v.inputs * v.block_channels // copies
         atom = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), BFloat16, num_bits_per_copy=size * 16)
-        target = storage.rows.get_tensor(cute.make_layout((size, copies * v.stages)))
+        target = cute.make_tensor(rows_pointer, cute.make_layout((size, copies * v.stages)))
         tokens = cute.size(x, mode=[0])
         for c in cutlass.range_constexpr(copies):
             if cutlass.const_expr(v.cluster > 1):
@@ -234,26 +259,26 @@ class QuantizeKernel:
         self,
         x: cute.Tensor,
         residual: cute.Tensor | None,
-        storage: Any,
+        rows_pointer: cute.Pointer,
         full: cute.Pointer,
         stage: Int32,
-        row: Int32,
-        grid: Int32,
+        upcoming: Int32,
         tokens: Int32,
         rank: Int32,
         local_thread: Int32,
     ) -> None:
         """Reuse a stage that every thread has read (the reduction before this call was a barrier)."""
-        upcoming = row + self.variant.stages * grid
         if local_thread == 0 and upcoming < tokens:
-            self.fetch(x, residual, storage, full, stage, upcoming, rank)
+            self.fetch(x, residual, rows_pointer, full, stage, upcoming, rank)
 
     @cute.jit
-    def sync(self) -> None:
+    def sync(self, group: Int32) -> None:
         """A barrier for all threads that share a row."""
         if cutlass.const_expr(self.variant.cluster > 1):
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
+        elif cutlass.const_expr(self.variant.groups > 1):
+            cute.arch.barrier(barrier_id=1 + group, number_of_threads=self.variant.threads)
         else:
             cute.arch.sync_threads()
 
@@ -299,13 +324,14 @@ class QuantizeKernel:
                     cute.autovec_copy(words, out[None, vector, row])
                     if cutlass.const_expr(v.permuted):
                         cute.autovec_copy(words, vectors[None, vector, 0, stage])
-                        cute.arch.fence_view_async_shared()  # before the next row's bulk copy overwrites it
             for w in cutlass.range_constexpr(WORDS):
                 low, high = bfloats_to_floats(words[w])
                 values[2 * w, j] = low
                 values[2 * w + 1, j] = high
                 squares = squares + low * low
                 squares = squares + high * high
+        if cutlass.const_expr(v.permuted and v.source == "rmsnorm_residual"):
+            cute.arch.fence_view_async_shared()  # before the next row's bulk copy overwrites the sums
         return squares
 
     @cute.jit
@@ -371,42 +397,53 @@ class QuantizeKernel:
         return value
 
     @cute.jit
-    def prepare_sources(self, sources: cute.Tensor, perm: cute.Tensor, thread: Int32) -> None:
+    def prepare_sources(self, sources: cute.Tensor, perm: cute.Tensor, group: Int32, thread: Int32) -> None:
         """Where this thread's stored channels come from, as 16-bit numbers. All loads start before the first store."""
         v = self.variant
         table = cute.make_tensor(perm.iterator, cute.make_layout((VECTOR, v.channels // VECTOR)))
         found = cute.make_rmem_tensor((VECTOR, VECTORS), Int32)
         for j in cutlass.range_constexpr(VECTORS):
             vector = cutlass.min(self.channel(thread, j), v.channels - VECTOR) // VECTOR
-            cute.autovec_copy(table[None, vector], found[None, j])
+            if self.prepares(j, group):
+                cute.autovec_copy(table[None, vector], found[None, j])
         for j in cutlass.range_constexpr(VECTORS):
             channel = self.channel(thread, j)
-            if v.is_full or channel < v.channels:
+            if self.prepares(j, group) and (v.is_full or channel < v.channels):
                 for e in cutlass.range_constexpr(VECTOR):
                     sources[e, channel // VECTOR] = found[e, j].to(Uint16)
 
     @cute.jit
-    def prepare_gains(self, gains: cute.Tensor, sources: cute.Tensor, norm_weight: cute.Tensor, thread: Int32) -> None:
+    def prepares(self, j: cutlass.Constexpr, group: Int32):  # type: ignore[no-untyped-def]
+        """Whether a group puts its threads' vectors j into tables."""
+        result = True
+        if cutlass.const_expr(self.variant.groups > 1):
+            result = group == j % min(self.variant.groups, VECTORS)
+        return result
+
+    @cute.jit
+    def prepare_gains(
+        self, gains: cute.Tensor, sources: cute.Tensor, norm_weight: cute.Tensor, group: Int32, thread: Int32
+    ) -> None:
         """The gains of this thread's stored channels: loaded in input order, then permuted in shared memory."""
         v = self.variant
         table = cute.make_tensor(norm_weight.iterator, cute.make_layout((VECTOR, v.channels // VECTOR)))
         flat = cute.make_tensor(gains.iterator, cute.make_layout(v.channels))
         for j in cutlass.range_constexpr(VECTORS):
             channel = self.channel(thread, j)
-            if v.is_full or channel < v.channels:
+            if self.prepares(j, group) and (v.is_full or channel < v.channels):
                 cute.autovec_copy(table[None, channel // VECTOR], gains[None, channel // VECTOR])
         if cutlass.const_expr(v.permuted):
             cute.arch.sync_threads()
             found = cute.make_rmem_tensor((VECTOR, VECTORS), BFloat16)
             for j in cutlass.range_constexpr(VECTORS):
                 channel = self.channel(thread, j)
-                if v.is_full or channel < v.channels:
+                if self.prepares(j, group) and (v.is_full or channel < v.channels):
                     for e in cutlass.range_constexpr(VECTOR):
                         found[e, j] = flat[Int32(sources[e, channel // VECTOR])]
             cute.arch.sync_threads()
             for j in cutlass.range_constexpr(VECTORS):
                 channel = self.channel(thread, j)
-                if v.is_full or channel < v.channels:
+                if self.prepares(j, group) and (v.is_full or channel < v.channels):
                     for e in cutlass.range_constexpr(VECTOR):
                         gains[e, channel // VECTOR] = found[e, j]
 
@@ -476,6 +513,7 @@ class QuantizeKernel:
         second_max: Float32,
         partials: cute.Tensor,  # f32 [32, 4, 2]
         slot: Int32,
+        group: Int32,
         thread: Int32,
         with_max: cutlass.Constexpr,
     ):  # type: ignore[no-untyped-def]
@@ -503,7 +541,7 @@ class QuantizeKernel:
                     self.tell(first_max, partials, warp, 2, slot, lane)
                     if cutlass.const_expr(has_second):
                         self.tell(second_max, partials, warp, 3, slot, lane)
-                self.sync()
+                self.sync(group)
                 total = Float32(0)
                 first_max = Float32(0)
                 second_max = Float32(0)
@@ -521,7 +559,7 @@ class QuantizeKernel:
             else:
                 if lane == 0:
                     partials[warp, 0, 0] = total
-                cute.arch.sync_threads()
+                self.sync(group)
                 total = Float32(0)
                 if lane < num_warps:
                     total = partials[lane, 0, 0]
@@ -572,7 +610,11 @@ class QuantizeKernel:
         row: Int32,
         thread: Int32,
     ) -> None:
-        """Round, clamp, pack four codes to a word, two words to a store; 4-bit codes to the high half of their byte."""
+        """Round, clamp, pack four codes to a word, two words to a store; 4-bit codes to the high half of their byte.
+
+        A 4-bit code is rounded first and becomes 16 times itself, which saturates as a byte where the code would: at
+        -128, and at 127, which is 7 in the high half. An 8-bit one is no larger than 127 by its scale.
+        """
         v = self.variant
         out = cute.make_tensor(
             codes.iterator,
@@ -580,26 +622,24 @@ class QuantizeKernel:
         )
         first_inverse = inverse(first_scale)
         second_inverse = inverse(second_scale)
-        shifts = [4 if bits == 4 else 0 for bits in v.bits]
-        kept = [NIBBLES_UP if bits == 4 else -1 for bits in v.bits]  # a shifted byte's sign would enter the next one
+        units = [16.0 if bits == 4 else 1.0 for bits in v.bits]
+        kept = [NIBBLES_UP if bits == 4 else -1 for bits in v.bits]
         for j in cutlass.range_constexpr(VECTORS):
             channel = self.channel(thread, j)
-            shift, mask = Int32(shifts[0]), Int32(kept[0])
+            unit, mask = Float32(units[0]), Int32(kept[0])
             factor = first_inverse
-            low = Float32(-8.0 if v.bits[0] == 4 else -127.0)
-            high = Float32(7.0 if v.bits[0] == 4 else 127.0)
             if cutlass.const_expr(len(v.bits) == 2):
                 if channel >= first_width:
                     factor = second_inverse
-                    low = Float32(-8.0 if v.bits[1] == 4 else -127.0)
-                    high = Float32(7.0 if v.bits[1] == 4 else 127.0)
-                    shift, mask = Int32(shifts[1]), Int32(kept[1])
+                    unit, mask = Float32(units[1]), Int32(kept[1])
             words = cute.make_rmem_tensor((2,), Int32)
             for half in cutlass.range_constexpr(2):
                 scaled = [values[4 * half + e, j] * factor for e in range(4)]
-                words[half] = packed(scaled, low, high)
-                if cutlass.const_expr(max(shifts) > 0):
-                    words[half] = (words[half] << shift) & mask
+                if cutlass.const_expr(4 in v.bits):
+                    scaled = [rounded(value, unit) for value in scaled]
+                words[half] = packed(scaled)
+                if cutlass.const_expr(4 in v.bits):
+                    words[half] = words[half] & mask
             if v.is_full or channel < v.channels:
                 cute.autovec_copy(words, out[None, channel // VECTOR, row])
 
@@ -633,17 +673,27 @@ def inverse(scale: Float32) -> Float32:
     return result
 
 
-def packed(scaled: list[Float32], low: Float32, high: Float32) -> Int32:
-    """Four values rounded half to even, clamped, as the bytes of a word, the first lowest."""
-    rounding = "".join(
-        f"max.f32 f, {{$r{e}}}, {{$r4}}; min.f32 f, f, {{$r5}}; cvt.rni.s32.f32 i{e}, f; " for e in range(4)
-    )
+def rounded(value: Float32, unit: Float32) -> Float32:
+    """unit times value rounded half to even, |value| < 2**22: in 1.5 * 2**23 + value the last bit counts ones.
+
+    The addition says how it rounds, or it would be contracted with the product before it.
+    """
     return cute.arch.inline_ptx(
-        "{ .reg .f32 f; .reg .s32 i0, i1, i2, i3; .reg .b32 w; "
+        "{ .reg .f32 f; add.rn.f32 f, {$r0}, 0f4B400000; fma.rn.f32 {$w0}, f, {$r1}, {$r2}; }",
+        write_only_types=[Float32],
+        read_only_args=[value, unit, unit * Float32(-12582912.0)],
+    )
+
+
+def packed(values: list[Float32]) -> Int32:
+    """Four values rounded half to even and saturated, as the bytes of a word, the first lowest."""
+    rounding = "".join(f"cvt.rni.s32.f32 i{e}, {{$r{e}}}; " for e in range(4))
+    return cute.arch.inline_ptx(
+        "{ .reg .s32 i0, i1, i2, i3; .reg .b32 w; "
         + rounding
         + "cvt.pack.sat.s8.s32.b32 w, i3, i2, 0; cvt.pack.sat.s8.s32.b32 {$w0}, i1, i0, w; }",
         write_only_types=[Int32],
-        read_only_args=[*scaled, low, high],
+        read_only_args=values,
     )
 
 
@@ -668,6 +718,7 @@ def build(variant: QuantizeVariant) -> Any:
         Float32(0),
         Float32(0),
         Float32(0),
+        Int32(0),
         Int32(0),
         make_fake_stream(use_tvm_ffi_env_stream=True),
         options="--enable-tvm-ffi",

@@ -12,6 +12,7 @@ VECTORS = 4  # of one thread
 MAX_CHANNELS = 32 * 1024  # of one row: 1,024 threads of 32
 FEW_ROWS = 64  # up to which a SwiGLU row is shared by several blocks: one alone computes for microseconds
 MAX_CLUSTER = 8
+MAX_GROUPS = 15  # named barriers of a block
 _SHARED_BYTES = 227 * 1024  # of one multiprocessor, for all its blocks
 Source = Literal["plain", "rmsnorm", "rmsnorm_residual", "silu"]
 
@@ -29,6 +30,8 @@ class QuantizeVariant:
     rms_clip:  4-bit scales are also bounded by beta * rms
     stages:    rows on their way to shared memory, per block
     cluster:   blocks that share a row, each with as many whole warps' channels; SwiGLU without a permutation only
+    groups:    rows that a block works on at once, each with threads of its own: they share the tables of a permutation
+               and of gains
     """
 
     source: Source
@@ -40,8 +43,11 @@ class QuantizeVariant:
     rms_clip: bool = False
     stages: int = 1
     cluster: int = 1
+    groups: int = 1
 
     def __post_init__(self) -> None:
+        if self.groups > 1 and (self.cluster > 1 or self.groups > MAX_GROUPS or self.groups * self.threads > 1024):
+            raise ValueError(f"{self.name} has too many groups")
         if self.cluster > 1 and (self.source != "silu" or self.permuted or self.channels % (1024 * self.cluster)):
             raise ValueError(f"{self.name} cannot share a row")
 
@@ -54,6 +60,7 @@ class QuantizeVariant:
         )
         bits = "a".join(map(str, self.bits))
         flags += f"-s{self.stages}" + (f"-c{self.cluster}" if self.cluster > 1 else "")
+        flags += f"-g{self.groups}" if self.groups > 1 else ""
         return f"quantize-{self.source}-{self.channels}-a{bits}-h{self.hadamard}{flags}"
 
     @property
@@ -95,15 +102,25 @@ class QuantizeVariant:
 
     @property
     def shared_bytes(self) -> int:
-        """Of one block: rows, tables of sources and gains, 2 KiB of scratch and the 1 KiB that the hardware takes."""
-        return self.stages * self.stage_bytes + 2 * (self.sources + self.gains) + 3072
+        """Of one block: rows, tables of sources and gains, scratch and the 1 KiB that the hardware takes."""
+        rows = self.groups * self.stages * self.stage_bytes
+        return rows + 2 * (self.sources + self.gains) + 1024 * self.groups + 2048
 
     @property
     def blocks_per_multiprocessor(self) -> int:
         """Blocks that are resident together: bounded by registers, shared memory and threads."""
-        by_registers = 65536 // (self.threads * self.registers)
+        threads = self.groups * self.threads
+        by_registers = 65536 // (threads * self.registers)
         by_memory = _SHARED_BYTES // self.shared_bytes
-        return max(1, min(by_registers, by_memory, 2048 // self.threads, 24))
+        return max(1, min(by_registers, by_memory, 2048 // threads, 24))
+
+    @property
+    def staggers(self) -> bool:
+        """Whether a block asks for its second row when the first is there: others' first rows come sooner.
+
+        Only where enough blocks ask for rows at the same time to keep memory busy.
+        """
+        return self.stages == 2 and self.groups * self.blocks_per_multiprocessor >= 4
 
     @property
     def registers(self) -> int:
@@ -136,10 +153,17 @@ def variant_of(source: Source, layout: LinearLayout, permuted: bool, weighted: b
     bits = tuple(segment.act_bits for segment in layout.segments)
     rms_clip = 4 in bits and layout.clip[1] != float("inf")
 
-    def staged(stages: int) -> QuantizeVariant:
-        return QuantizeVariant(source, layout.in_features, bits, layout.hadamard, permuted, weighted, rms_clip, stages)
+    def sized(stages: int, groups: int = 1) -> QuantizeVariant:
+        return QuantizeVariant(
+            source, layout.in_features, bits, layout.hadamard, permuted, weighted, rms_clip, stages, groups=groups
+        )
 
-    one, two = staged(1), staged(2)
+    one, two = sized(1), sized(2)
+    if permuted or weighted:
+        # As many rows at once as registers allow, and two in flight for each if there is room.
+        most = max(1, min(65536 // one.registers, 1024) // one.threads)
+        options = [sized(stages, groups) for groups in range(min(most, MAX_GROUPS), 0, -1) for stages in (2, 1)]
+        return next((option for option in options if _fits(option)), one)
     # A second row in flight per block, where it does not cost a resident block.
     return two if two.blocks_per_multiprocessor == one.blocks_per_multiprocessor and _fits(two) else one
 

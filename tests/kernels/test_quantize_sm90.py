@@ -69,6 +69,28 @@ def test_second_row_in_flight_where_it_is_free() -> None:
         assert blocks * variant.shared_bytes <= 227 * 1024
 
 
+def test_permuted_rows_share_tables() -> None:
+    wide = CASES["residual permuted"].variant
+    assert (wide.groups, wide.blocks_per_multiprocessor) == (3, 1)
+    assert variant_of("rmsnorm_residual", layout_of((3584, 4, 4), (512, 8, 8)), True, True).groups == 6
+    assert CASES["residual"].variant.groups == 1
+    with pytest.raises(ValueError, match="too many groups"):
+        QuantizeVariant("plain", 8192, (8,), groups=5)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("rows", [1, 100, 2048, 4097])
+def test_rows_are_shared_out_evenly(name: str, rows: int) -> None:
+    variant = CASES[name].variant
+    for chosen in (variant, for_few_rows(variant)):
+        blocks, owners = quantize_sm90.share_out(chosen, rows, 132)
+        shares = [len(range(owner, rows, owners)) for owner in range(owners)]
+        assert sum(shares) == rows and max(shares) - min(shares) <= 1
+        clusters = blocks // chosen.cluster
+        assert blocks <= chosen.blocks_per_multiprocessor * 132 and owners <= clusters * chosen.groups
+        assert clusters == owners or blocks > chosen.blocks_per_multiprocessor * 132 - chosen.cluster
+
+
 def test_threads_cover_the_channels() -> None:
     for channels, threads in ((64, 32), (576, 32), (1024, 32), (1032, 64), (8192, 256), (28672, 896), (32768, 1024)):
         assert QuantizeVariant("plain", channels, (8,)).threads == threads
