@@ -71,8 +71,7 @@ def prepare_weights(
     is not looked at.
     """
     held, sums = [], []
-    column = scale_index = 0
-    for segment, weight in zip(layout.segments, weights, strict=True):
+    for (segment, column, scale_index), weight in zip(layout.placed(), weights, strict=True):
         if segment.act_bits == 16:
             held.append(
                 dequantize_weight(weight.to(device), weight_scales, layout, column, scale_index, segment.weight_bits)
@@ -81,8 +80,6 @@ def prepare_weights(
             codes = weight.to(device).contiguous()
             held.append(codes if has_exact_int_mm() else codes.float())
             sums.append(codes.sum(1, dtype=torch.int32).float())
-        column += segment.width
-        scale_index += segment.weight_bits < 16
     row_sums = torch.stack(sums, 1) if sums and not layout.symmetric else None
     return tuple(held), row_sums
 
@@ -149,9 +146,8 @@ def linear(
     """
     tokens = activation.scales.shape[0]
     y: Tensor | None = None
-    code_start = float_start = scale_index = 0
-    index = 0
-    for segment, weight in zip(layout.segments, weights, strict=True):
+    code_start = float_start = index = 0
+    for (segment, _, scale_index), weight in zip(layout.placed(), weights, strict=True):
         if segment.act_bits == 16:
             assert activation.unquantized is not None
             part = activation.unquantized[:, float_start : float_start + segment.width]
@@ -167,7 +163,6 @@ def linear(
             code_start += segment.width
             index += 1
         y = term if y is None else y.add_(term)
-        scale_index += segment.weight_bits < 16
     assert y is not None and y.shape == (tokens, layout.out_features)
     return y if bias is None else y.add_(bias)
 

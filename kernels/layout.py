@@ -6,6 +6,7 @@ permutation). In that order channels form at most three runs of equal precision,
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -60,6 +61,14 @@ class LinearLayout:
         if self.group_size:
             return self.in_features // self.group_size
         return sum(segment.weight_bits < 16 for segment in self.segments)
+
+    def placed(self) -> Iterator[tuple[Segment, int, int]]:
+        """Each segment, its first column, and which of `num_scales` is its weight scale (without groups)."""
+        column = scale_index = 0
+        for segment in self.segments:
+            yield segment, column, scale_index
+            column += segment.width
+            scale_index += segment.weight_bits < 16
 
     def at(self, act: ActMode) -> LinearLayout:
         """The layout that runs when activations are forced to 8 (`a8`) or 16 (`a16`) bits; `map` changes nothing."""

@@ -172,9 +172,8 @@ def w4ax_gemm(
     """
     tokens = activation.codes.shape[0] if activation.unquantized is None else activation.unquantized.shape[0]
     y = torch.zeros(tokens, layout.out_features, device=weight_scales.device)
-    code_start = float_start = column = scale_index = 0
-    activation_index = 0
-    for segment, weight in zip(layout.segments, weights, strict=True):
+    code_start = float_start = activation_index = 0
+    for (segment, column, scale_index), weight in zip(layout.placed(), weights, strict=True):
         if segment.act_bits < 16:
             codes = activation.codes[:, code_start : code_start + segment.width]
             product = matmul(codes, weight).float()
@@ -189,8 +188,6 @@ def w4ax_gemm(
             x = activation.unquantized[:, float_start : float_start + segment.width].float()
             y += x @ dequantize_weight(weight, weight_scales, layout, column, scale_index, segment.weight_bits).T
             float_start += segment.width
-        column += segment.width
-        scale_index += segment.weight_bits < 16
     return y if bias is None else y + bias.float()
 
 
@@ -214,11 +211,10 @@ def dense_weight(
     Stored columns multiply H x[perm], so W[:, perm] = W_stored H (H is symmetric, block-diagonal in stored order).
     Weights and scales as in `w4ax_gemm`; perm int [K] or None.
     """
-    parts, column, scale_index = [], 0, 0
-    for segment, weight in zip(layout.segments, weights, strict=True):
-        parts.append(dequantize_weight(weight, weight_scales, layout, column, scale_index, segment.weight_bits))
-        column += segment.width
-        scale_index += segment.weight_bits < 16
+    parts = [
+        dequantize_weight(weight, weight_scales, layout, column, scale_index, segment.weight_bits)
+        for (segment, column, scale_index), weight in zip(layout.placed(), weights, strict=True)
+    ]
     stored = block_hadamard(torch.cat(parts, 1), layout.hadamard)
     if perm is None:
         return stored

@@ -52,12 +52,9 @@ def prepare_weights(
         return (packed.words, packed.rows), None
     dense = torch.empty(layout.out_features, layout.in_features, dtype=torch.bfloat16, device=device)
     scales = weight_scales.to(device)
-    column = scale_index = 0
-    for segment, weight in zip(layout.segments, weights, strict=True):
+    for (segment, column, scale_index), weight in zip(layout.placed(), weights, strict=True):
         part = dequantize_weight(weight.to(device), scales, layout, column, scale_index, segment.weight_bits)
         dense[:, column : column + segment.width] = part
-        column += segment.width
-        scale_index += segment.weight_bits < 16
     return (dense,), None
 
 

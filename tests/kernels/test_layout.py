@@ -25,6 +25,17 @@ def test_scales_count_integer_segments_only() -> None:
     assert layout.num_scales == 2
 
 
+def test_segments_are_placed_behind_each_other() -> None:
+    segments = (Segment(256, 4, 4), Segment(128, 8, 8), Segment(64, 16, 16))
+    assert list(LinearLayout(64, segments).placed()) == [
+        (segments[0], 0, 0),
+        (segments[1], 256, 1),
+        (segments[2], 384, 2),
+    ]
+    outliers_first = (Segment(64, 16, 16), Segment(128, 16, 4))
+    assert [place[1:] for place in LinearLayout(64, outliers_first).placed()] == [(0, 0), (64, 0)]
+
+
 def test_group_scales_count_groups() -> None:
     assert LinearLayout(64, (Segment(512, 16, 4),), group_size=128).num_scales == 4
 
