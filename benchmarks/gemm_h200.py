@@ -118,24 +118,29 @@ def baseline_calls(n: int, k: int, tokens: int) -> dict[str, Calls]:
     return calls
 
 
-def records(table: dict[str, Any] | None, rounds: int) -> Iterator[dict[str, Any]]:
+def plan_for(table: dict[str, Any] | None, bits: tuple[int, ...], n: int, k: int, tokens: int) -> Plan:
+    """As a table measured in this process says, else the installed one."""
+    if table is None:
+        return choose(bits, n, k, tokens)
+    return next(plan for limit, plan in parse(table)[bits, n, k] if tokens <= limit)
+
+
+def records(
+    table: dict[str, Any] | None, rounds: int, models: Sequence[str], sizes: Sequence[int]
+) -> Iterator[dict[str, Any]]:
     """One record per model, layer, layout and number of tokens."""
-    plans = parse(table) if table else None
-    for model, layers in SHAPES.items():
-        for layer, (n, k) in layers.items():
+    for model in models:
+        for layer, (n, k) in SHAPES[model].items():
             linears: dict[str, list[PrepackedLinear]] = {}
             for name in ("w4", "dual"):
                 linears[name] = random_linears(layout_of(name, n, k))
             a8 = layout_of("dual-a8", n, k)
             linears["dual-a8"] = [PrepackedLinear(a8, held.words, held.rows) for held in linears["dual"]]
-            for tokens in TOKENS:
+            for tokens in sizes:
                 contenders = baseline_calls(n, k, tokens)
                 present = {name: group for name, group in linears.items() if tokens >= A8_TOKENS or name != "dual-a8"}
                 for name, group in present.items():
-                    bits = group[0].weight_bits
-                    plan = choose(bits, n, k, tokens)
-                    if plans:
-                        plan = next(p for limit, p in plans[bits, n, k] if tokens <= limit)
+                    plan = plan_for(table, group[0].weight_bits, n, k, tokens)
                     contenders[name] = our_calls(group, tokens, plan)
                     if tokens >= QUANTISED_TOKENS:
                         contenders[f"{name}, quantised"] = pair_calls(layer, group, tokens, plan)
@@ -164,6 +169,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write the results here")
     parser.add_argument("--tune", type=Path, help="choose plans first and write the table here")
     parser.add_argument("--compile", type=Path, help="only compile everything into this cache folder")
+    parser.add_argument("--models", nargs="*", default=list(SHAPES), help="only these")
+    parser.add_argument("--tokens", type=int, nargs="*", default=TOKENS, help="only these")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--commit", default="", help="commit of the working tree, for the header")
     arguments = parser.parse_args()
@@ -183,7 +190,7 @@ def main() -> None:
         arguments.tune.write_text(write_lines(table, "plans"))
     if arguments.out:
         found = header() | {"commit": arguments.commit, "records": []}
-        for record in records(table, arguments.rounds):
+        for record in records(table, arguments.rounds, arguments.models, arguments.tokens):
             found["records"].append(record)
             arguments.out.write_text(write_lines(found, "records"))
 

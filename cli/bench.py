@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -53,6 +54,13 @@ GPU_GEN, CPU_GEN = 128, 32
     is_flag=True,
     help="With `kernels`: time the GEMM's tiles by shape and rewrite the table that chooses them.",
 )
+@option(
+    "--layers",
+    metavar="qkv,o,gate_up,down",
+    default="qkv,o,gate_up,down",
+    show_default=False,
+    help="With --tune: only the shapes of these layers; what the table says of others stays.",
+)
 @option("--server", metavar="URL", help="Measure the OpenAI-compatible server at URL instead.")
 @option("--num-requests", type=click.IntRange(min=1), default=64, help="With --server: requests in all.")
 @option(
@@ -85,6 +93,7 @@ def command(
     output: str,
     plot: Path | None,
     tune: bool,
+    layers: str,
     server: str | None,
     num_requests: int,
     rate: float,
@@ -119,7 +128,7 @@ def command(
 
         console.say(CPU_NOTE)
     if tune:
-        _tune_kernels(console, model, chosen, repetitions)
+        _tune_kernels(console, model, chosen, repetitions, layers)
         return
     if model == "kernels":
         _bench_kernels(console, chosen, choose_act(act, chosen), repetitions, output, plot)
@@ -323,22 +332,29 @@ def _bench_kernels(
         console.table(COLUMNS, [record.row() for record in records])
 
 
-def _tune_kernels(console: Console, model: str | None, device: torch.device, repetitions: int | None) -> None:
+def _tune_kernels(
+    console: Console, model: str | None, device: torch.device, repetitions: int | None, layers: str
+) -> None:
     import torch
 
     from w4a4.kernels.tuning_sm90 import TABLE
+    from w4a4.serve.bench.gemm_tuning import LAYERS, merge, table_of, tune, write_lines
 
     if model != "kernels":
         raise UsageError("--tune is about kernels, not about a model", "w4a4 bench kernels --tune")
+    chosen = layers.split(",")
+    unknown = sorted(set(chosen) - set(LAYERS))
+    if unknown:
+        raise UsageError(f"no layer {unknown[0]!r}", f"--layers {','.join(LAYERS)}")
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
         raise UnsupportedError("--tune measures the GEMM of sm_90", "run it on a Hopper GPU")
-    from w4a4.serve.bench.gemm_tuning import table_of, tune, write_lines
-
     plans = []
-    for plan in tune(repetitions or 3):
+    for plan in tune(repetitions or 3, chosen):
         plans.append(plan)
         bits = "+".join(map(str, plan["weight_bits"]))
         console.say(f"int{bits} {plan['rows']} x {plan['columns']}, M <= {plan['tokens']}: {plan['us']:.1f} us")
+    if set(chosen) != set(LAYERS):
+        plans = merge(json.loads(TABLE.read_text(encoding="utf-8"))["plans"], plans)
     TABLE.write_text(write_lines(table_of(plans), "plans"), encoding="utf-8")
     console.data(str(TABLE))
 

@@ -33,6 +33,7 @@ SHAPES = {
     "llama-3-8b": {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)},
     "llama-3-70b": {"qkv": (10240, 8192), "o": (8192, 8192), "gate_up": (57344, 8192), "down": (8192, 28672)},
 }
+LAYERS = ("qkv", "o", "gate_up", "down")
 LAYOUTS = ("w4", "dual")
 TUNED_TOKENS = {8: 1, 16: 16, 64: 64, 256: 256, 1024: 1024, 8192: 4096}  # limit of an entry: what it is measured with
 COLD_BYTES = 300e6
@@ -170,10 +171,10 @@ def tuned_variants() -> Iterator[Variant]:
             yield from (plan.variant for plan in candidates(bits, tokens))
 
 
-def tune(rounds: int) -> Iterator[dict[str, Any]]:
-    """The lines of `tuning_sm90.json`, as they are measured."""
-    for layers in SHAPES.values():
-        for n, k in layers.values():
+def tune(rounds: int, layers: Sequence[str] = LAYERS) -> Iterator[dict[str, Any]]:
+    """The lines of `tuning_sm90.json` for some layers of all models, as they are measured."""
+    for shapes in SHAPES.values():
+        for n, k in (shapes[layer] for layer in layers):
             for name in LAYOUTS:
                 linears = random_linears(layout_of(name, n, k))
                 bits = linears[0].weight_bits
@@ -185,12 +186,25 @@ def tune(rounds: int) -> Iterator[dict[str, Any]]:
                     yield entry(bits, n, k, limit, options[int(best)], times[best])
 
 
+def merge(old: Sequence[dict[str, Any]], new: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Lines of a table with those measured again in the place of the old ones, and others behind."""
+
+    def key(line: dict[str, Any]) -> tuple[Any, ...]:
+        return tuple(line["weight_bits"]), line["rows"], line["columns"], line["tokens"]
+
+    found = {key(line): line for line in old}
+    found.update({key(line): line for line in new})
+    return list(found.values())
+
+
 def table_of(plans: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """What `tuning_sm90.parse` reads."""
     return {"gpu": torch.cuda.get_device_name(), "plans": list(plans)}
 
 
-def write_lines(table: dict[str, Any], key: str) -> str:
-    """JSON with one record per line, so that a change shows as the lines it changes."""
-    head = json.dumps({k: v for k, v in table.items() if k != key})[:-1]
-    return head + f', "{key}": [\n' + ",\n".join(json.dumps(line) for line in table[key]) + "\n]}\n"
+def write_lines(table: dict[str, Any], *keys: str) -> str:
+    """JSON with one record per line, so that a change shows as the lines it changes; `keys` hold the records."""
+    text = json.dumps({k: v for k, v in table.items() if k not in keys})[:-1]
+    for key in keys:
+        text += f', "{key}": [\n' + ",\n".join(json.dumps(line) for line in table[key]) + "\n]"
+    return text + "}\n"

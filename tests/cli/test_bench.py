@@ -157,6 +157,8 @@ def test_operations_of_a_layer(invoke: Any, monkeypatch: pytest.MonkeyPatch, tmp
 def test_tuning_asks_for_kernels_and_a_hopper_gpu(invoke: Any) -> None:
     model = invoke("bench", "smollm2-135m", "--tune", "--device", "cpu")
     assert (model.code, "--tune is about kernels" in model.err) == (2, True)
+    layer = invoke("bench", "kernels", "--tune", "--layers", "qkv,gate", "--device", "cpu")
+    assert (layer.code, "no layer 'gate'" in layer.err) == (2, True)
     cpu = invoke("bench", "kernels", "--tune", "--device", "cpu")
     assert (cpu.code, "sm_90" in cpu.err) == (4, True)
 

@@ -10,7 +10,16 @@ from w4a4.kernels.gemm_sm90 import schedule
 from w4a4.kernels.layout import Segment
 from w4a4.kernels.prepack_sm90 import padded_width
 from w4a4.kernels.tuning_sm90 import entry, parse
-from w4a4.serve.bench.gemm_tuning import SHAPES, TUNED_TOKENS, candidates, layout_of, tuned_variants, write_lines
+from w4a4.serve.bench.gemm_tuning import (
+    LAYERS,
+    SHAPES,
+    TUNED_TOKENS,
+    candidates,
+    layout_of,
+    merge,
+    tuned_variants,
+    write_lines,
+)
 
 SHAPE_LIST = [shape for layers in SHAPES.values() for shape in layers.values()]
 
@@ -49,3 +58,11 @@ def test_a_written_table_chooses_what_was_measured() -> None:
     text = write_lines({"gpu": "some GPU", "plans": lines}, "plans")
     assert text.count("\n") == len(lines) + 2  # a line each
     assert parse(json.loads(text)) == {((4, 8), 6144, 4096): sorted(plans.items())}
+
+
+def test_measured_lines_replace_old_ones() -> None:
+    small, large = candidates((4,), 8)[0], candidates((4,), 4096)[0]
+    old = [entry((4,), 6144, 4096, 8, small, 5.0), entry((4,), 6144, 4096, 8192, large, 126.0)]
+    new = [entry((4,), 6144, 4096, 8192, candidates((4,), 4096)[1], 125.0), entry((4, 8), 6144, 4096, 8, small, 6.0)]
+    assert merge(old, new) == [old[0], new[0], new[1]]
+    assert all(tuple(layers) == LAYERS for layers in SHAPES.values())
