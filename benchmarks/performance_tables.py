@@ -96,6 +96,7 @@ def gemm(results: Path) -> str:
     if found is None:
         return ""
     parts = [found.provenance, _gemm_summary(found)]
+    parts += [_gemm_later(found)] if found.header.get("later") else []
     for model, layout in _distinct((record["model"], record["layout"]) for record in found.records):
         chosen = [r for r in found.records if (r["model"], r["layout"]) == (model, layout)]
         parts.append(f"### {model}, layout `{layout}`\n\n{_gemm_shapes(chosen)}")
@@ -278,6 +279,28 @@ def _gemm_summary(found: Results) -> str:
     if is_quantised:
         text += " `quantised`: the kernel that makes the activations' codes and the GEMM, against the bf16 GEMM alone."
     return f"{text}\n\n{table(headers, rows, text_columns=2)}"
+
+
+def _gemm_later(found: Results) -> str:
+    """A later kernel beside the one of the records, timed in one process."""
+    records: list[Entry] = found.header["later"]
+    rows = []
+    for layout in _distinct(record["layout"] for record in records):
+        chosen = sorted((r for r in records if r["layout"] == layout), key=lambda r: _layer_rank(r["layer"]))
+        for record in chosen:
+            gains = [record[key] / record["ours_us"] for key in ("before_us", "fp8_us")]
+            times = [f"{record[key]:,.1f}" for key in ("before_us", "ours_us")]
+            rows.append([record["layer"], layout, *times, *(f"{gain:.3f}x" for gain in gains)])
+        if len(chosen) == len({r["layer"] for r in found.records}):
+            means = [geometric_mean([r[key] / r["ours_us"] for r in chosen]) for key in ("before_us", "fp8_us")]
+            rows.append(["geometric mean", layout, "", "", *(f"{mean:.3f}x" for mean in means)])
+    first = records[0]
+    headers = ["layer", "layout", "before, µs", "now, µs", "over before", "over fp8"]
+    text = (
+        f"The kernel of commit {first['commit'][:12]} and the one of all other tables here in turns, in one process, "
+        "measured as those."
+    )
+    return f"### Later: {first['model']}, M = {first['m']:,}\n\n{text}\n\n{table(headers, rows, text_columns=2)}"
 
 
 def _gemm_shapes(records: Sequence[Entry]) -> str:

@@ -169,6 +169,17 @@ def test_gemm_summary_counts_the_quantise_kernel_where_every_layer_was_timed_wit
     assert rows[0].endswith("| 2.00x |") and rows[1].endswith("|  |")
 
 
+def test_a_later_kernel_stands_beside_the_one_before(render: ModuleType, tmp_path: Path) -> None:
+    later = [gemm(commit="fedcba9876543210", ours_us=4.0, before_us=5.0), gemm(layer="o", ours_us=2.0, before_us=10.0)]
+    write(tmp_path, "gemm-h200.json", [gemm(), gemm(layer="o")], **HEADER, later=later)
+    page = render.BLOCKS["gemm"](tmp_path)
+    assert "The kernel of commit fedcba987654 and" in page
+    assert "| qkv | w4 | 5.0 | 4.0 | 1.250x | 2.000x |\n| o | w4 | 10.0 | 2.0 | 5.000x | 4.000x |" in page
+    assert "| geometric mean | w4 |  |  | 2.500x | 2.828x |" in page
+    write(tmp_path, "gemm-h200.json", [gemm(), gemm(layer="o")], **HEADER, later=later[:1])
+    assert "geometric mean |" not in render.BLOCKS["gemm"](tmp_path)
+
+
 def test_kv4_and_quantize_tables(render: ModuleType, tmp_path: Path) -> None:
     case = {"heads_q": 32, "heads_kv": 8, "head_dim": 128, "batch": 64, "context": 4096}
     case |= {"ours_us": 100.0, "base16_us": 280.0, "base16_name": "Triton split-KV", "bytes": 285_212_672}
