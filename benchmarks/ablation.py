@@ -13,6 +13,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,25 +21,27 @@ import accuracy
 import torch
 from torch import Tensor
 
-from w4a4.export import dual
-from w4a4.export.transforms.residual_basis import residual_basis
+from w4a4.export import balanced_blocks
+from w4a4.export.transforms.residual_basis import MIXED_AXES, residual_basis
 
 UNPREPARED_KEYS = {"key_scaling": False, "kv_mean": False, "kv_hadamard": False, "sink_tokens": 0}
 
 
 @dataclass(frozen=True)
 class Variant:
-    """changes: keys of the recipe. has_random_basis, block: what has no key. calibration: times the usual tokens."""
+    """changes: keys of the recipe. has_random_basis, mixed_axes: what has none. calibration: times the usual tokens."""
 
     changes: dict[str, Any] = field(default_factory=dict)
     has_random_basis: bool = False
-    block: int = dual.BLOCK
+    mixed_axes: int = MIXED_AXES
     calibration: int = 1
 
 
 VARIANTS = {
     "as shipped": Variant(),
     "random basis instead of principal axes": Variant(has_random_basis=True),
+    "principal axes not mixed": Variant(mixed_axes=1),
+    "channels not balanced": Variant({"channel_balance": False}),
     "int4 weights under 8-bit activations": Variant({"high_weight_bits": 4}),
     "rounding to nearest instead of GPTQ": Variant({"rounding": "rtn"}),
     "absmax scales of activations": Variant({"clip_search": False}),
@@ -46,9 +49,8 @@ VARIANTS = {
     "keys as they come": Variant(UNPREPARED_KEYS),
     "no Hadamard of values": Variant({"value_hadamard": False}),
     "no Hadamard before down_proj": Variant({"down_hadamard": 1}),
-    "balanced channels": Variant({"channel_balance": True}),
-    "nothing promoted": Variant({"budget": 0.0}),
-    "10 % at 8 bits": Variant({"high_share": 0.1, "budget": 0.1}, block=64),
+    "nothing at 8 bits": Variant({"budget": 0.0}),
+    "10 % at 8 bits": Variant({"budget": 0.1}),
     "30 % at 8 bits": Variant({"budget": 0.3}),
     "4 times the calibration": Variant(calibration=4),
 }
@@ -79,21 +81,18 @@ def main() -> None:
 
 @contextmanager
 def _replaced(variant: Variant) -> Iterator[None]:
-    basis, width = dual.residual_basis, dual.high_width
-    if variant.has_random_basis:
-        dual.residual_basis = _random_basis
-    if variant.block != dual.BLOCK:
-        dual.high_width = lambda channels, share, _multiple=0: width(channels, share, variant.block)
+    basis = _random_basis if variant.has_random_basis else residual_basis
+    balanced_blocks.residual_basis = partial(basis, mixed=variant.mixed_axes)
     try:
         yield
     finally:
-        dual.residual_basis, dual.high_width = basis, width
+        balanced_blocks.residual_basis = residual_basis
 
 
-def _random_basis(second_moment: Tensor, wide_channels: int, seed: int) -> Tensor:
+def _random_basis(second_moment: Tensor, seed: int, mixed: int) -> Tensor:
     """As `residual_basis`, of a symmetric Gaussian matrix, whose eigenvectors know no direction."""
     gaussian = torch.randn(second_moment.shape, generator=torch.Generator().manual_seed(seed))
-    return residual_basis(gaussian + gaussian.T, wide_channels, seed)
+    return residual_basis(gaussian + gaussian.T, seed, mixed)
 
 
 if __name__ == "__main__":

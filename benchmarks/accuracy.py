@@ -29,8 +29,8 @@ from w4a4.calibrate.statistics import CalibrationRun, CalibrationStats, collect
 from w4a4.calibrate.text import calibration_tokens, load_text, token_hash, windows
 from w4a4.configs.architecture import ModelConfig
 from w4a4.configs.recipe import Recipe, load_recipe
+from w4a4.export.balanced_blocks import BalancedBlocks
 from w4a4.export.checkpoint import open_checkpoint
-from w4a4.export.dual import DualTransform
 from w4a4.export.pipeline import quantize
 from w4a4.export.summary import summarize_checkpoint
 from w4a4.kernels.layout import ActMode
@@ -73,7 +73,7 @@ class FloatKV4:
     def __init__(self, source: Source, recipe: Recipe, stats: CalibrationStats, device: str) -> None:
         self.config, self.device = source.config, device
         self.sinks = recipe.sink_tokens
-        transform = DualTransform(source.config, recipe, stats)
+        transform = BalancedBlocks(source.config, recipe, stats)
         table = source.tensor("model.embed_tokens.weight")
         head = table if source.config.tie_word_embeddings else source.tensor("lm_head.weight")
         self.embedding = transform.embedding(table).to(device)

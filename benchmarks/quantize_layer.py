@@ -30,7 +30,7 @@ from w4a4.configs.architecture import ModelConfig
 from w4a4.configs.recipe import load_recipe
 from w4a4.configs.shapes import known_shapes
 from w4a4.export import pipeline
-from w4a4.export.dual import DualTransform
+from w4a4.export.balanced_blocks import BalancedBlocks
 from w4a4.export.estimate import estimate, measured_macs_per_second
 from w4a4.export.writer import CheckpointWriter
 
@@ -38,12 +38,12 @@ LAYERS = 2
 VOCABULARY = 4096
 TIMED: tuple[tuple[Any, str, str], ...] = (
     (pipeline, "layer_weights", "read weights"),
-    (DualTransform, "layer", "transform"),
+    (BalancedBlocks, "layer", "transform"),
     (pipeline, "quantize_layer", "round"),
     (CheckpointWriter, "save_state", "save stream"),
     (CheckpointWriter, "write_layer", "pack and write"),
-    (pipeline, "promotions", "promotions"),
-    (DualTransform, "__init__", "basis"),
+    (pipeline, "block_widths", "promotions"),
+    (BalancedBlocks, "__init__", "basis"),
     (pipeline._Run, "rest", "tables"),
     (CheckpointWriter, "assemble", "assemble"),
     (CheckpointWriter, "publish", "publish"),

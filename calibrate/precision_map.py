@@ -7,7 +7,7 @@ Pure rules on calibrated magnitudes. FMPQ (COMET, section 3): blocks that hold o
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -102,28 +102,6 @@ def outlier_column_map(channels: int, outliers: int, base_bits: int = 4) -> Prec
     size = block_size_of(channels)
     blocks = 0 if outliers <= 0 else max(1, round(outliers / size))
     return shared_map(channels, min(blocks, channels // size) * size, wide_bits=16, narrow_bits=base_bits)
-
-
-def promote(gains: Mapping[str, float], macs: Mapping[str, int], budget: int) -> list[str]:
-    """Which linears to run wholly at 8 bits: by error removed per MAC, while the MACs that become 8-bit fit `budget`.
-
-    Args:
-        gains: per linear, how much of the model's output error its promotion removes; not above zero: never promoted.
-        macs: per linear, the 4-bit MACs that would become 8-bit.
-        budget: greatest sum of those.
-
-    Greedy; a linear that no longer fits is passed over. Ties break by name.
-    """
-    order = sorted(
-        (name for name in gains if gains[name] > 0 and macs[name] > 0),
-        key=lambda name: (-gains[name] / macs[name], name),
-    )
-    chosen, spent = [], 0
-    for name in order:
-        if spent + macs[name] <= budget:
-            chosen.append(name)
-            spent += macs[name]
-    return chosen
 
 
 def spend(errors: Sequence[Sequence[float]], costs: Sequence[int], budget: int) -> list[int]:

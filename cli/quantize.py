@@ -305,12 +305,8 @@ def _show_plan(
     console.table(
         (f"linear, each of {config.num_layers} layers", "N", "K", "channels at activation x weight bits"), rows
     )
-    promoted = {
-        "dual": "linears with the largest errors run wholly",
-        "balanced_blocks": "blocks with the largest errors run",
-    }
-    if recipe.method in promoted:
-        console.data(f"besides, {promoted[recipe.method]} at 8 x 8 bits, up to {recipe.budget:.0%} of the MACs")
+    if recipe.method == "balanced_blocks":
+        console.data(f"of these, the blocks that need it most run at 8 x 8 bits, up to {recipe.budget:.0%} of the MACs")
     console.data(f"\ntokens       {needs['tokens']:,}")
     console.data(f"checkpoint   about {format_bytes(needs['checkpoint_bytes'])}")
     console.data(f"disk         about {format_bytes(needs['disk'])} while it runs")

@@ -55,7 +55,7 @@ def write_quantization_report(
         "Activations": f"{summary.act_bits:.2f} bits on average; {summary.mac_share_4bit:.1%} of products 4 x 4 bits",
         "KV cache": f"{summary.kv_bits} bits",
     }
-    if recipe.method == "dual":
+    if recipe.residual_basis:
         profiles = _fmpq_profiles(source.config, stats)
         notes: tuple[str, ...] = (
             "This recipe rotates its inputs, which leaves no outlier channels to sort: for comparison, the pictures of "

@@ -19,20 +19,19 @@ import yaml
 
 from w4a4.configs.errors import UsageError
 
-METHODS = ("uniform", "outlier_columns", "magnitude_blocks", "balanced_blocks", "dual")
+METHODS = ("uniform", "outlier_columns", "magnitude_blocks", "balanced_blocks")
 ROUNDINGS = ("rtn", "gptq")
 _READ_BY = {
     "outlier_share": ("outlier_columns",),
     "down_bits": ("uniform", "outlier_columns", "magnitude_blocks"),
-    "budget": ("magnitude_blocks", "balanced_blocks", "dual"),
-    "high_weight_bits": ("magnitude_blocks", "balanced_blocks", "dual"),
-    "high_share": ("dual",),
-    "residual_basis": ("dual",),
-    "channel_balance": ("balanced_blocks", "dual"),
-    "value_hadamard": ("balanced_blocks", "dual"),
-    "down_hadamard": ("balanced_blocks", "dual"),
-    "key_scaling": ("balanced_blocks", "dual"),
-    "kv_mean": ("balanced_blocks", "dual"),
+    "budget": ("magnitude_blocks", "balanced_blocks"),
+    "high_weight_bits": ("magnitude_blocks", "balanced_blocks"),
+    "residual_basis": ("balanced_blocks",),
+    "channel_balance": ("balanced_blocks",),
+    "value_hadamard": ("balanced_blocks",),
+    "down_hadamard": ("balanced_blocks",),
+    "key_scaling": ("balanced_blocks",),
+    "kv_mean": ("balanced_blocks",),
 }
 """The methods that read a key; the keys that are not here are read by all."""
 
@@ -48,7 +47,6 @@ class Recipe:
     act_bits: int = 4  # 4, 8, or 16 (not quantised)
     act_symmetric: bool = True  # False: QUIK's asymmetric 4-bit activations
     high_weight_bits: int = 8  # of channels whose activations run at 8 bits: 4 as in COMET, or 8
-    high_share: float = 0.0  # share of input channels at 8 bits before any promotion
     budget: float = 0.0  # share of the MACs that may run at 8 bits: of every linear (FMPQ), else of the model
     outlier_share: float = 0.0  # outlier columns kept in 16 bits (QUIK: 256 of 4,096)
     down_bits: int = 0  # weight and activation bits of down_proj where it is treated apart (QUIK: 8); 0: as the rest
@@ -83,7 +81,7 @@ class Recipe:
             ("tp_max", (0, 1, 2, 4, 8)),
         ):
             _check(key, getattr(self, key), allowed)
-        for key in ("high_share", "budget", "outlier_share"):
+        for key in ("budget", "outlier_share"):
             if not 0 <= getattr(self, key) <= 1:
                 raise UsageError(f"recipe {self.name}: {key} must lie in [0, 1], got {getattr(self, key)}")
         if not 0 < self.damping < math.inf:

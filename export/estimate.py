@@ -21,7 +21,6 @@ from w4a4.configs.architecture import ModelConfig
 from w4a4.configs.errors import ResourceError
 from w4a4.configs.recipe import Recipe
 from w4a4.export.balanced_blocks import balanced_layouts
-from w4a4.export.dual import dual_layouts
 from w4a4.export.layer_quantizer import STAGES
 from w4a4.export.plan import fit_recipe
 from w4a4.export.published import published_layout
@@ -67,8 +66,6 @@ def planned_layouts(config: ModelConfig, recipe: Recipe) -> dict[str, LinearLayo
         UnsupportedError, UsageError: as `fit_recipe`.
     """
     recipe = fit_recipe(recipe, config)
-    if recipe.method == "dual":
-        return dual_layouts(config, recipe)
     if recipe.method == "balanced_blocks":
         return balanced_layouts(config, recipe)
     return {name: published_layout(name, shape, recipe) for name, shape in config.linear_shapes().items()}
@@ -96,7 +93,7 @@ def estimate(
     together = min(samples, sequences_at_a_time(config, seq, device))
     layer = _layer_memory(config, recipe, layouts, together, seq)
     tables = table * FLOAT + (
-        table * BF16 if config.tie_word_embeddings and recipe.method != "dual" else 2 * table * BF16
+        table * BF16 if config.tie_word_embeddings and not recipe.residual_basis else 2 * table * BF16
     )
     on_gpu = torch.device(device).type == "cuda"
     host = RESERVE + max(tables, stream + (table * FLOAT if on_gpu else max(table * FLOAT, layer)))
@@ -120,16 +117,15 @@ def _checkpoint_bytes(config: ModelConfig, recipe: Recipe, layouts: dict[str, Li
     """Bytes of tensors (codes, scales, orders, tables; not headers and side files)."""
     bits = sum(part.out_features * s.width * s.weight_bits for part in layouts.values() for s in part.segments)
     macs = sum(part.out_features * part.in_features for part in layouts.values())
-    if recipe.method in ("dual", "balanced_blocks"):
-        wide = sum(part.out_features * s.width for part in layouts.values() for s in part.segments if s.act_bits > 4)
-        bits += int(max(0.0, recipe.budget * macs - wide)) * (recipe.high_weight_bits - recipe.weight_bits)
+    if recipe.method == "balanced_blocks":
+        bits += int(recipe.budget * macs) * (recipe.high_weight_bits - recipe.weight_bits)
     can_split = recipe.method == "balanced_blocks" and recipe.budget > 0  # any linear into two segments
     extras = sum(
         FLOAT
         * (part.out_features * (part.num_scales + can_split) + part.in_features * (len(part.segments) > 1 or can_split))
         for part in layouts.values()
     )
-    num_tables = 1 if config.tie_word_embeddings and recipe.method != "dual" else 2
+    num_tables = 1 if config.tie_word_embeddings and not recipe.residual_basis else 2
     return config.num_layers * (bits // 8 + extras + 2 * FLOAT * config.hidden_size) + num_tables * table * BF16
 
 

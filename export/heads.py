@@ -16,7 +16,7 @@ from w4a4.configs.architecture import ModelConfig
 from w4a4.configs.recipe import Recipe
 from w4a4.export.transforms.channel_balance import fold_value_balance, grouped_scales
 from w4a4.export.transforms.key_scaling import fold_key_scaling, key_scales
-from w4a4.export.transforms.value_hadamard import fold_value_hadamard, head_energy
+from w4a4.export.transforms.value_hadamard import fold_value_hadamard
 from w4a4.export.transforms.value_mean import fold_value_mean
 from w4a4.kernels.reference import block_hadamard
 
@@ -27,8 +27,7 @@ class PreparedHeads:
 
     weights: dict[str, Tensor]
     extra: dict[str, Tensor]
-    head_energy: Tensor  # [num_heads]: what each q-head contributes to the layer's output
-    output_scales: Tensor  # [num_heads * head_dim]: what o_proj's input was divided by
+    contribution: Tensor  # [num_heads * head_dim]: of o_proj's inputs to its output; alike in a head that is rotated
 
 
 def prepare_heads(
@@ -49,17 +48,17 @@ def prepare_heads(
         extra["self_attn.k_mean"] = key_mean / torch.cat([scales, scales], 1) if recipe.key_scaling else key_mean
     energy = stats.channel(index, "attn_out", "capped_energy").to(device)
     output_weight = weights["self_attn.o_proj.weight"]
-    contribution = head_energy(energy, output_weight, config.head_dim)
+    contribution = energy * output_weight.square().sum(0)
     value_scales = torch.ones(config.num_kv_heads, config.head_dim, device=device)
     if recipe.channel_balance:
         value_scales = grouped_scales(energy, output_weight, config.num_kv_heads, config.head_dim)
         weights = fold_value_balance(weights, value_scales)
     if recipe.value_hadamard:
         weights = fold_value_hadamard(weights, config.head_dim)
+        contribution = contribution.view(-1, config.head_dim).mean(1).repeat_interleave(config.head_dim)
     if recipe.kv_mean:
         value_mean = head_statistic("value_mean") / value_scales
         if recipe.value_hadamard:
             value_mean = block_hadamard(value_mean, config.head_dim & -config.head_dim)
         weights = fold_value_mean(weights, value_mean, config.num_heads)
-    group = config.num_heads // config.num_kv_heads
-    return PreparedHeads(weights, extra, contribution, value_scales.repeat_interleave(group, 0).flatten())
+    return PreparedHeads(weights, extra, contribution)

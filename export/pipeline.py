@@ -25,11 +25,10 @@ from w4a4.configs.errors import StoppedError, UsageError
 from w4a4.configs.recipe import Recipe
 from w4a4.export.balanced_blocks import BalancedBlocks
 from w4a4.export.checkpoint import FORMAT_VERSION, open_checkpoint
-from w4a4.export.dual import DualTransform
 from w4a4.export.layer_quantizer import STAGES, quantize_layer
 from w4a4.export.model_card import model_card
 from w4a4.export.plan import LayerPlan, fit_recipe
-from w4a4.export.promotion import block_widths, promotions
+from w4a4.export.promotion import block_widths
 from w4a4.export.published import IdentityTransform
 from w4a4.export.summary import summarize_checkpoint
 from w4a4.export.writer import CheckpointWriter
@@ -140,9 +139,7 @@ class _Run:
         self.errors = torch.zeros(self.config.num_layers, len(self.linear_names))
 
     @cached_property
-    def transform(self) -> DualTransform | BalancedBlocks | IdentityTransform:
-        if self.recipe.method == "dual":
-            return DualTransform(self.config, self.recipe, self.stats)
+    def transform(self) -> BalancedBlocks | IdentityTransform:
         kind = BalancedBlocks if self.recipe.method == "balanced_blocks" else IdentityTransform
         return kind(self.config, self.recipe, self.stats)
 
@@ -235,8 +232,8 @@ class _Run:
                 for name, column in zip(self.linear_names, columns, strict=True)}  # fmt: skip
 
     def _stays_tied(self) -> bool:
-        """`dual` folds the final norm into lm_head, which the embedding does not share."""
-        return self.config.tie_word_embeddings and self.recipe.method != "dual"
+        """A residual basis folds the final norm into lm_head, which the embedding does not share."""
+        return self.config.tie_word_embeddings and not self.recipe.residual_basis
 
     def _embedding(self) -> Tensor:
         return self.source.tensor("model.embed_tokens.weight")
@@ -247,9 +244,8 @@ class _Run:
 
     def _promotions(self) -> Tensor:
         """int64 [layers, stages]: how many of a stage's channels, the last ones, run at 8 bits; 0: as its plan says."""
-        chosen = torch.zeros(self.config.num_layers, len(STAGES), dtype=torch.int64)
-        if self.recipe.method not in ("dual", "balanced_blocks") or self.recipe.budget == 0:
-            return chosen
+        if self.recipe.method != "balanced_blocks" or self.recipe.budget == 0:
+            return torch.zeros(self.config.num_layers, len(STAGES), dtype=torch.int64)
 
         def prepared(layer: int) -> tuple[dict[str, Tensor], LayerPlan]:
             self._stop_if_asked(0)
@@ -258,13 +254,7 @@ class _Run:
 
         logger.info("measuring which layers need 8 bits most")
         hidden = self._embedded(self.stats.tokens[:PROBE_SEQUENCES, :PROBE_LENGTH])
-        if self.recipe.method == "balanced_blocks":
-            return block_widths(self.config, self.recipe, prepared, hidden, self.device)
-        shapes = self.config.linear_shapes()
-        for layer, names in promotions(self.config, self.recipe, prepared, hidden, self.device).items():
-            for index, stage in enumerate(STAGES):
-                chosen[layer, index] = shapes[stage[0]][1] * (stage[0] in names)
-        return chosen
+        return block_widths(self.config, self.recipe, prepared, hidden, self.device)
 
 
 def _packed_table(table: Tensor, transform: Callable[[Tensor], Tensor]) -> Tensor:

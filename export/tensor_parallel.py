@@ -35,8 +35,8 @@ def tp_limits(config: ModelConfig, recipe: Recipe, num_ranks: int) -> list[str]:
         block = max(CHANNEL_MULTIPLE, recipe.group_size, recipe.down_hadamard if name == "down_proj" else 1)
         if width % (block * num_ranks):
             limits.append(f"a slice of {name}'s {width} channels is no multiple of {block}")
-    if recipe.method == "balanced_blocks" and num_ranks > 1:
-        limits.append("blocks of 8 bits stand where magnitude over the whole input puts them")
+    if recipe.method == "balanced_blocks" and not recipe.value_hadamard and num_ranks > 1:
+        limits.append("o_proj's channels stand where magnitude over the whole input puts them, not by heads")
     return limits
 
 

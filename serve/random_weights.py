@@ -1,9 +1,10 @@
 """A packed model of any shape with random weights, made on the device: what a 70B costs to run, without its weights.
 
-Layout and online work are those of the `dual` recipe: an eighth of the input channels of every linear in int8 behind
-the int4 ones, a head order in front of o_proj, a block Hadamard in front of down_proj, KV4 with Hadamard, mean, sinks.
-Codes are uniform over their whole range, which is the worst case for the power that the arithmetic draws. What such a
-model says is noise, and everything that reports its speed calls it "random weights".
+Layout and online work are near those of the `dual` recipe: an eighth of the input channels of every linear in int8
+behind the int4 ones (`dual` spends up to a fifth, unevenly, and has a gain behind each norm), a head order in front of
+o_proj, a block Hadamard in front of down_proj, KV4 with Hadamard, mean, sinks. Codes are uniform over their whole
+range, which is the worst case for the power that the arithmetic draws. What such a model says is
+noise, and everything that reports its speed calls it "random weights".
 """
 
 from __future__ import annotations

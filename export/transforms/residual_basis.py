@@ -1,62 +1,46 @@
-"""One orthogonal basis for the residual stream: the directions of largest variance last, each region mixed evenly.
+"""One orthogonal basis for the residual stream: its principal axes by ascending variance, mixed with their neighbours.
 
-U = [P_l R_l | P_h R_h]: P holds the eigenvectors of the stream's second moment by ascending eigenvalue, split before
-the last K8; R_l and R_h are random orthogonal matrices of Kronecker form. The last K8 coordinates become the 8-bit
-segment of every linear that reads the stream (ResQ, Saxena et al. 2024; rotations as in QuaRot, Ashkboos et al. 2024).
-Folded into embeddings, readers, writers and lm_head it costs nothing at run time, since a norm without gain commutes
-with it.
+U = P R: P holds the eigenvectors of the stream's second moment by ascending eigenvalue, R is block-diagonal, random
+signs times a Hadamard matrix. The axes keep their order of variance, block by block, so a balance of channels can act
+on it and the last blocks are those that 8 bits serve best (principal axes: ResQ, Saxena et al. 2024; rotations as in
+QuaRot, Ashkboos et al. 2024). Folded into embeddings, readers, writers and lm_head it costs nothing at run time, since
+a norm without gain commutes with it.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
 
 from w4a4.configs.errors import NumericsError, UsageError
 from w4a4.export.transforms import ATTENTION_READERS, FFN_READERS, WRITERS, LayerWeights
-from w4a4.kernels.reference import hadamard_matrix
+from w4a4.kernels.reference import block_hadamard
 
+MIXED_AXES = 64
 _MAX_GAIN_DEVIATION = 1e-6
 
 
-def residual_basis(second_moment: Tensor, wide_channels: int, seed: int) -> Tensor:
+def residual_basis(second_moment: Tensor, seed: int, mixed: int = MIXED_AXES) -> Tensor:
     """The basis U, float32 [H, H], orthogonal; a stored coordinate vector is x U.
 
     Args:
         second_moment: [H, H], the sum over all norm inputs of E[x xᵀ], x after the norm without its gain.
-        wide_channels: K8, how many coordinates of largest variance come last; 0 to H.
-        seed: of the signs and of Q_m in R. Equal seeds give equal bases.
+        seed: of the signs. Equal seeds give equal bases.
+        mixed: axes that a block of R mixes, a power of two; fewer where that does not divide H.
 
     Raises:
         NumericsError: the second moment is not finite.
-        UsageError: `wide_channels` out of range.
     """
     hidden = second_moment.shape[0]
-    if not 0 <= wide_channels <= hidden:
-        raise UsageError(f"the 8-bit segment of a residual stream of {hidden} cannot have {wide_channels} channels")
     if not torch.isfinite(second_moment).all():
         raise NumericsError(f"the second moment of the residual stream [{hidden}, {hidden}] is not finite")
     symmetric = second_moment.double()
-    _, vectors = torch.linalg.eigh((symmetric + symmetric.T) / 2)
+    _, axes = torch.linalg.eigh((symmetric + symmetric.T) / 2)
     generator = torch.Generator().manual_seed(seed)
-    regions = torch.split(vectors, [hidden - wide_channels, wide_channels], 1)
-    mixed = [region @ random_rotation(region.shape[1], generator).to(region) for region in regions if region.shape[1]]
-    return torch.cat(mixed, 1).float()
-
-
-def random_rotation(width: int, generator: torch.Generator) -> Tensor:
-    """diag(random signs) (Q_m ⊗ H_p), float64 [width, width], orthogonal.
-
-    p is the largest power of two that divides the width, H_p Sylvester's Hadamard matrix over sqrt(p), Q_m [m, m] a
-    random orthogonal matrix (Haar: QR of a Gaussian with the signs of R's diagonal fixed).
-    """
-    power = width & -width
-    signs = torch.randint(0, 2, (width,), generator=generator).double() * 2 - 1
-    gaussian = torch.randn(width // power, width // power, generator=generator, dtype=torch.float64)
-    orthogonal, triangular = torch.linalg.qr(gaussian)
-    orthogonal = orthogonal * torch.sign(triangular.diagonal())
-    hadamard = hadamard_matrix(power).double().sign() / power**0.5
-    return signs[:, None] * torch.kron(orthogonal.contiguous(), hadamard)
+    signs = torch.randint(0, 2, (hidden,), generator=generator).to(axes) * 2 - 1
+    return block_hadamard(axes * signs, math.gcd(hidden, mixed)).float()
 
 
 def rotate_layer(layer: LayerWeights, basis: Tensor) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Values and o_proj: a Hadamard per head, and how much each head matters to the output.
+"""Values and o_proj: a Hadamard per head.
 
 Attention mixes tokens, not the channels of a head, so an orthogonal matrix on a kv-head's values can be undone in
 o_proj's columns (QuaRot). It makes values easy to quantise and spreads outliers of o_proj's input over each head.
@@ -25,12 +25,3 @@ def fold_value_hadamard(layer: LayerWeights, head_dim: int) -> dict[str, Tensor]
         folded["self_attn.v_proj.bias"] = block_hadamard(layer["self_attn.v_proj.bias"], block)
     folded["self_attn.o_proj.weight"] = block_hadamard(layer["self_attn.o_proj.weight"], block)
     return folded
-
-
-def head_energy(output_energy: Tensor, output_weight: Tensor, head_dim: int) -> Tensor:
-    """What each q-head contributes to the layer's output, [num_heads]: sum over its channels of E[o²] · ‖W_o‖².
-
-    output_energy [num_heads * head_dim] is E[o²] per input channel of o_proj, output_weight its weight [H, same].
-    """
-    channel = output_energy.float() * output_weight.float().square().sum(0)
-    return channel.view(-1, head_dim).sum(1)

@@ -7,7 +7,6 @@ from w4a4.calibrate.precision_map import (
     outlier_channels,
     outlier_column_map,
     outlier_map,
-    promote,
     shared_map,
     spend,
     uniform_map,
@@ -70,15 +69,6 @@ def test_a_small_linear_with_outliers_gets_one_block() -> None:
 )
 def test_outlier_columns(channels: int, outliers: int, base: int, bits: tuple[int, ...]) -> None:
     assert outlier_column_map(channels, outliers, base).bits == bits
-
-
-def test_promotion_buys_the_most_error_per_mac_that_fits() -> None:
-    gains = {"a": 10.0, "b": 9.0, "c": 1.0, "d": 0.0, "e": 4.0}
-    macs = {"a": 100, "b": 30, "c": 10, "d": 1, "e": 30}
-    assert promote(gains, macs, 75) == ["b", "e", "c"]
-    assert promote(gains, macs, 130) == ["b", "e", "c"]  # a no longer fits once e is bought
-    assert promote(gains, macs, 1000) == ["b", "e", "a", "c"]
-    assert promote(gains, macs, 0) == []
 
 
 def test_blocks_go_where_the_error_falls_most_per_mac() -> None:

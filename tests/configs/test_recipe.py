@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,9 @@ def test_the_shipped_recipes() -> None:
     assert all(recipe.name == name and recipe.summary for name, recipe in recipes.items())
     assert {recipe.method for recipe in recipes.values()} == set(METHODS)
     dual = recipes["dual"]
-    assert (dual.method, dual.kv_bits, dual.budget, dual.high_weight_bits) == ("dual", 4, 0.2, 8)
+    assert (dual.method, dual.kv_bits, dual.budget, dual.high_weight_bits) == ("balanced_blocks", 4, 0.2, 8)
+    fmpq = recipes["fmpq-int8"]
+    assert replace(dual, name=fmpq.name, summary=fmpq.summary, residual_basis=False) == fmpq
     assert (recipes["fmpq"].high_weight_bits, recipes["fmpq-int8"].high_weight_bits) == (4, 8)
     quik = recipes["quik"]
     assert (quik.outlier_share * 4096, quik.down_bits, quik.act_symmetric) == (256, 8, False)
@@ -54,7 +56,7 @@ def test_a_whole_number_is_a_share() -> None:
 @pytest.mark.parametrize(
     ("text", "message", "hint"),
     [
-        ("base: dual\nhigh_shares: 0.1\n", "unknown key 'high_shares'; did you mean high_share", "valid keys: name"),
+        ("base: dual\nbudgets: 0.1\n", "unknown key 'budgets'; did you mean budget", "valid keys: name"),
         ("base: dual\nzzz: 1\n", "unknown key 'zzz'$", "valid keys: name"),
         ("base: dual\n1: 1\n", "unknown key 1", "valid keys: name"),
         ("base: dual\nseed: one\n", "seed must be int, got 'one'", ""),
@@ -64,7 +66,7 @@ def test_a_whole_number_is_a_share() -> None:
         ("base: dual\ndamping: null\n", "damping must be float, got None", ""),
         ("base: dule\n", "base must be a shipped recipe, got 'dule'", "fmpq-int8"),
         ("base: [dual]\n", "base must be a shipped recipe", "fmpq-int8"),
-        ("name: x\nmethod: dual\n", "missing summary", "base:"),
+        ("name: x\nmethod: balanced_blocks\n", "missing summary", "base:"),
         ("- dual\n", "must be a mapping of keys, got list", ""),
         ("", "must be a mapping of keys, got NoneType", ""),
         ("a: [\n", "not valid YAML", ""),
@@ -103,13 +105,13 @@ def test_an_unknown_recipe_names_the_nearest(tmp_path: Path) -> None:
         ("dual", {"sink_tokens": 3}, "sink_tokens is 3"),
         ("dual", {"down_hadamard": 96}, "down_hadamard is 96"),
         ("dual", {"budget": 1.5}, r"budget must lie in \[0, 1\], got 1.5"),
-        ("dual", {"high_share": -0.1}, r"high_share must lie in \[0, 1\]"),
+        ("quik", {"outlier_share": -0.1}, r"outlier_share must lie in \[0, 1\]"),
         ("dual", {"budget": float("nan")}, r"budget must lie in \[0, 1\], got nan"),
         ("dual", {"damping": 0.0}, "damping must be above 0 and finite, got 0.0"),
         ("dual", {"damping": float("nan")}, "damping must be above 0 and finite, got nan"),
         ("dual", {"damping": float("inf")}, "damping must be above 0 and finite, got inf"),
         ("rtn", {"weight_bits": 8}, "4-bit activations need 4-bit weights"),
-        ("dual", {"act_bits": 8}, "method dual starts from 4-bit weights and activations, got 4 and 8"),
+        ("dual", {"act_bits": 8}, "method balanced_blocks starts from 4-bit weights and activations, got 4 and 8"),
         ("quik", {"weight_bits": 8, "act_bits": 8}, "method outlier_columns starts from 4-bit"),
         ("rtn", {"group_size": 64}, "group_size 64 needs 16-bit activations"),
         ("w4a16", {"group_size": 12}, "group_size must be a multiple of 8, got 12"),
@@ -119,8 +121,8 @@ def test_an_unknown_recipe_names_the_nearest(tmp_path: Path) -> None:
         ("fmpq", {"residual_basis": True}, "method magnitude_blocks does not read residual_basis"),
         ("fmpq", {"kv_mean": True}, "method magnitude_blocks does not read kv_mean"),
         ("quik", {"budget": 0.1}, "method outlier_columns does not read budget"),
-        ("dual", {"outlier_share": 0.1}, "method dual does not read outlier_share"),
-        ("dual", {"down_bits": 8}, "method dual does not read down_bits"),
+        ("dual", {"outlier_share": 0.1}, "method balanced_blocks does not read outlier_share"),
+        ("dual", {"down_bits": 8}, "method balanced_blocks does not read down_bits"),
     ],
 )
 def test_what_cannot_be_is_refused(base: str, change: dict[str, Any], message: str) -> None:

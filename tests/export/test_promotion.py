@@ -1,19 +1,19 @@
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from w4a4.calibrate.decoder import LayerMath
+from w4a4.calibrate.precision_map import spend
 from w4a4.configs.architecture import ModelConfig
 from w4a4.configs.recipe import load_recipe
-from w4a4.export.layer_quantizer import STAGES, round_weight
-from w4a4.export.plan import LayerPlan, LinearPlan, eight_bit_macs
-from w4a4.export.promotion import PreparedLayer, promotions
+from w4a4.export import promotion
+from w4a4.export.layer_quantizer import STAGES, fake_quantize, round_weight, stored_inputs
+from w4a4.export.plan import LayerPlan, LinearPlan
+from w4a4.export.promotion import PreparedLayer, block_widths
 from w4a4.kernels.layout import LinearLayout, Segment
-from w4a4.kernels.reference import block_hadamard, quantize_activation
 
 CONFIG = ModelConfig.from_hf(
     {
@@ -28,6 +28,9 @@ CONFIG = ModelConfig.from_hf(
 )
 LOUD = {(1, "mlp.gate_proj"), (2, "self_attn.o_proj")}
 """Stages made hard to round: a few columns of their weights dwarf the rest, unlike their inputs."""
+LEVELS = {"self_attn.q_proj": (0, 128), "self_attn.o_proj": (0, 128), "mlp.gate_proj": (0, 128),
+          "mlp.down_proj": (0, 64, 128, 192)}  # fmt: skip
+"""How many channels of a stage, by its first linear, can run at 8 bits: blocks of 128, or 64 where 192 asks for it."""
 
 
 def layer_of(index: int) -> tuple[dict[str, Tensor], LayerPlan]:
@@ -39,11 +42,10 @@ def layer_of(index: int) -> tuple[dict[str, Tensor], LayerPlan]:
         if (index, name) in LOUD:
             weight[:, :3] *= 25
         weights[f"{name}.weight"] = weight
-        segments = (Segment(columns - 64, 4, 4), Segment(64, 8, 8)) if name == "mlp.down_proj" else None
-        layout = LinearLayout(rows, segments or (Segment(columns, 4, 4),), hadamard=1 + 63 * (name == "mlp.down_proj"))
+        layout = LinearLayout(rows, (Segment(columns, 4, 4),), hadamard=1 + 63 * (name == "mlp.down_proj"))
         plan[name] = LinearPlan(layout, torch.arange(127, -1, -1) if name == "self_attn.o_proj" else None)
     for norm in ("input_layernorm", "post_attention_layernorm"):
-        weights[f"{norm}.weight"] = torch.ones(128)
+        weights[f"{norm}.weight"] = 0.5 + torch.rand(128, generator=generator)
     return weights, plan
 
 
@@ -51,91 +53,73 @@ def hidden() -> Tensor:
     return torch.randn(2, 40, 128, generator=torch.Generator().manual_seed(9))
 
 
-def promoted(budget: float, prepared: Callable[[int], PreparedLayer] = layer_of) -> dict[int, list[str]]:
+def widths(budget: float) -> Tensor:
     with torch.inference_mode():
-        return promotions(CONFIG, load_recipe("dual", {"budget": budget}), prepared, hidden())
+        return block_widths(CONFIG, load_recipe("dual", {"budget": budget}), layer_of, hidden())
 
 
-def brute_force_errors() -> dict[tuple[int, tuple[str, ...]], float]:
-    """Relative output error of every stage on the float model, from the codes of activations and weights."""
-    x = hidden()
-    errors: dict[tuple[int, tuple[str, ...]], float] = {}
+def stream(stage: tuple[str, ...], high: int | None, layer: int, x: Tensor) -> Tensor:
+    """The residual stream after the half of the layer that `stage` is in, the stage rounded with `high` channels at 8
+    bits, or not at all."""
+    weights, plan = layer_of(layer)
+    math = LayerMath(CONFIG, layer, x.shape[1])
+
+    def linear(name: str, inputs: Tensor) -> Tensor:
+        weight = weights[f"{name}.weight"]
+        if name not in stage or high is None:
+            return F.linear(inputs, weight)
+        part = plan[name].promoted(high) if high else plan[name]
+        stored = fake_quantize(stored_inputs(inputs, part).flatten(0, 1), part.layout)
+        return (stored @ round_weight(part.stored(weight), part.layout).T).view(*inputs.shape[:2], -1)
+
+    inputs = math.norm(x) * weights["input_layernorm.weight"]
+    attended = math.attend(*math.heads(weights, *(linear(name, inputs) for name in STAGES[0])))
+    x = x + linear("self_attn.o_proj", attended)
+    if stage in STAGES[:2]:
+        return x
+    inputs = math.norm(x) * weights["post_attention_layernorm.weight"]
+    return x + linear("mlp.down_proj", F.silu(linear("mlp.gate_proj", inputs)) * linear("mlp.up_proj", inputs))
+
+
+def brute_force() -> tuple[list[list[float]], list[int], int]:
+    """Per layer and stage the error that it leaves in the stream at each of its levels and the MACs of one block, from
+    a whole layer run again and again; and all MACs."""
+    x, errors, costs, total = hidden(), [], [], 0
     for layer in range(CONFIG.num_layers):
         weights, plan = layer_of(layer)
-        seen: dict[str, Tensor] = {}
-        x = LayerMath(CONFIG, layer, 40).forward(
-            weights, x, lambda point, value, seen=seen: seen.update({point: value})
-        )
-        for stage, point in zip(STAGES, ("attn_in", "attn_out", "mlp_in", "mlp_hidden"), strict=True):
-            inputs = seen[point].flatten(0, 1)
-            wrong = energy = 0.0
-            for name in stage:
-                linear, weight = plan[name], weights[f"{name}.weight"]
-                layout = linear.layout
-                activation = quantize_activation(inputs, layout, linear.perm)
-                values = activation.codes.float().split([s.width for s in layout.segments], 1)
-                x_hat = torch.cat([v * activation.scales[:, i, None] for i, v in enumerate(values)], 1)
-                stored = weight if linear.perm is None else weight[:, linear.perm]
-                w_hat = round_weight(block_hadamard(stored, layout.hadamard), layout)
-                exact = inputs @ weight.T
-                wrong += float((x_hat @ w_hat.T - exact).square().sum())
-                energy += float(exact.square().sum())
-            errors[layer, stage] = wrong / energy
-    return errors
+        for stage in STAGES:
+            exact = stream(stage, None, layer, x)
+            wrong = [stream(stage, high, layer, x) - exact for high in LEVELS[stage[0]]]
+            errors.append([float(part.square().sum() / exact.square().sum()) for part in wrong])
+            rows = sum(plan[name].layout.out_features for name in stage)
+            costs.append(rows * LEVELS[stage[0]][1])
+            total += rows * LEVELS[stage[0]][-1]
+        x = LayerMath(CONFIG, layer, x.shape[1]).forward(weights, x)
+    return errors, costs, total
 
 
-def macs_of(chosen: dict[int, list[str]]) -> tuple[int, int]:
-    """8-bit and all MACs of the model after the promotions."""
-    high = total = 0
-    for layer in range(CONFIG.num_layers):
-        _, plan = layer_of(layer)
-        part, every = eight_bit_macs({n: p.promoted() if n in chosen.get(layer, ()) else p for n, p in plan.items()})
-        high, total = high + part, total + every
-    return high, total
+@pytest.mark.parametrize("budget", [0.12, 0.2, 0.33, 0.5, 0.75, 1.0])
+def test_blocks_go_where_the_error_in_the_stream_falls_most_per_mac(budget: float) -> None:
+    errors, costs, total = brute_force()
+    blocks = torch.tensor(spend(errors, costs, int(budget * total))).view(CONFIG.num_layers, len(STAGES))
+    sizes = torch.tensor([LEVELS[stage[0]][1] for stage in STAGES])
+    expected = blocks * sizes
+    assert torch.equal(widths(budget), expected)
+    spent = int((expected.flatten() // sizes.repeat(CONFIG.num_layers) * torch.tensor(costs)).sum())
+    assert spent <= budget * total
+    assert budget * total - spent < max(costs)  # most of it is spent
 
 
-def stages_of(chosen: dict[int, list[str]]) -> set[tuple[int, tuple[str, ...]]]:
-    found = {(layer, stage) for layer, names in chosen.items() for stage in STAGES if stage[0] in names}
-    assert sorted(name for names in chosen.values() for name in names) == sorted(
-        name for _, stage in found for name in stage
-    )  # whole stages and nothing else
-    return found
-
-
-def test_the_largest_errors_per_mac_go_first_while_they_fit() -> None:
-    errors = brute_force_errors()
-    initial, total = macs_of({})
-    costs = {}
-    for layer, stage in errors:
-        cost = macs_of({layer: list(stage)})[0] - initial
-        costs[layer, stage] = cost
-    ranked = sorted(errors, key=lambda key: -errors[key] / costs[key])
-    assert {(layer, stage[0]) for layer, stage in sorted(errors, key=lambda key: -errors[key])[:2]} == LOUD
-    for budget in (0.15, 0.25, 0.4, 0.6, 0.9):
-        expected, left = set(), int(budget * total) - initial
-        for key in ranked:
-            if costs[key] <= left:
-                expected.add(key)
-                left -= costs[key]
-        assert stages_of(promoted(budget)) == expected
-        assert expected
-
-
-@pytest.mark.parametrize("budget", [0.12, 0.2, 0.33, 0.5, 0.75])
-def test_the_budget_holds(budget: float) -> None:
-    high, total = macs_of(promoted(budget))
-    assert high <= budget * total
-    cheapest = min(
-        macs_of({layer: list(stage)})[0] - macs_of({})[0] for layer in range(CONFIG.num_layers) for stage in STAGES
-    )
-    assert budget * total - high < 8 * cheapest  # most of it is spent
+def test_stages_that_are_hard_to_round_come_first() -> None:
+    chosen = widths(0.25)
+    for layer, name in LOUD:
+        index = next(i for i, stage in enumerate(STAGES) if stage[0] == name)
+        assert chosen[layer, index] == 128
 
 
 def test_the_ends_of_the_budget() -> None:
-    initial, total = macs_of({})
-    assert promoted(initial / total) == {}
-    assert promoted(0.0) == {}  # less than what is at 8 bits already: nothing is promoted, nothing taken back
-    assert stages_of(promoted(1.0)) == {(layer, stage) for layer in range(3) for stage in STAGES}
+    assert not widths(0.0).any()
+    assert widths(1.0).tolist() == [[128, 128, 128, 192]] * CONFIG.num_layers
 
 
 def test_layers_are_prepared_once_and_in_order() -> None:
@@ -145,13 +129,15 @@ def test_layers_are_prepared_once_and_in_order() -> None:
         asked.append(layer)
         return layer_of(layer)
 
-    promoted(0.5, prepared)
+    with torch.inference_mode():
+        block_widths(CONFIG, load_recipe("dual"), prepared, hidden())
     assert asked == [0, 1, 2]
 
 
-def test_a_stage_that_is_wholly_at_8_bits_is_not_promoted_again() -> None:
-    def prepared(layer: int) -> PreparedLayer:
-        weights, plan = layer_of(layer)
-        return weights, {n: p.promoted() if n == "mlp.down_proj" else p for n, p in plan.items()}
-
-    assert all("mlp.down_proj" not in names for names in promoted(1.0, prepared).values())
+def test_only_the_first_tokens_are_probed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(promotion, "PROBE_TOKENS", 8)
+    few = widths(0.33)
+    monkeypatch.setattr(promotion, "PROBE_TOKENS", 40)
+    with torch.inference_mode():
+        cut = block_widths(CONFIG, load_recipe("dual", {"budget": 0.33}), layer_of, hidden()[:, :8])
+    assert torch.equal(few, cut)

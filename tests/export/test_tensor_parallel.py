@@ -47,7 +47,7 @@ SMOLLM2, QWEN, LLAMA3_8B, LLAMA3_70B = (
         (LLAMA3_8B, "w4a16", 8),
         (LLAMA3_8B, "fmpq", 1),
         (LLAMA3_8B, "quik", 1),
-        (LLAMA3_8B, "fmpq-int8", 1),
+        (LLAMA3_8B, "fmpq-int8", 8),
         (model(32, 8, 128, 11008), "dual", 2),  # 11,008 = 86 blocks of 128
         (model(8, 1, 128, 4096), "dual", 8),  # one kv-head stands on every rank
     ],
@@ -76,7 +76,10 @@ def test_more_than_the_model_allows() -> None:
     assert raised.value.hint == "--tp-max 2"
     with pytest.raises(UsageError, match="tp_max is 3"):
         load_recipe("dual", {"tp_max": 3})
-    assert tp_limits(LLAMA3_8B, load_recipe("fmpq-int8"), 1) == []
+    unrotated = load_recipe("dual", {"value_hadamard": False})  # o_proj's channels are sorted, not its heads
+    assert tp_limits(LLAMA3_8B, unrotated, 1) == []
+    with pytest.raises(UsageError, match="o_proj's channels stand where magnitude"):
+        fit_recipe(replace(unrotated, tp_max=2), LLAMA3_8B)
 
 
 @pytest.mark.parametrize(
