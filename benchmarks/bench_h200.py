@@ -26,9 +26,12 @@ from w4a4.kernels import kv4_sm90
 from w4a4.kernels.compile_cache import Kernel, compile_to
 from w4a4.kernels.kernel_set_sm90 import LinearUse, kernels_of
 from w4a4.kernels.kv4 import KVPageLayout
+from w4a4.kernels.layout import ActMode
 from w4a4.kernels.quantize_sm90_variant import Source
 from w4a4.serve.baselines import baseline_model
+from w4a4.serve.bench import run as bench_run
 from w4a4.serve.bench.breakdown import decode_breakdown
+from w4a4.serve.bench.check import check_model
 from w4a4.serve.bench.environment import clocks, environment
 from w4a4.serve.bench.memory import kv_tokens, memory_split
 from w4a4.serve.bench.run import BenchSettings, Candidate, Frame
@@ -37,6 +40,7 @@ from w4a4.serve.random_weights import RandomModel, layout_of
 
 SEQ, GEN = 1024, 128
 NAMES = {"8b": "Llama-3-8B", "70b": "Llama-3-70B"}
+ACTS: tuple[ActMode, ...] = ("a8", "map")
 BREAKDOWN_BATCHES = (1, 16, 64, 256)
 # Linears of one launch, what makes their input, and whether it is permuted.
 FUSED: tuple[tuple[tuple[str, ...], tuple[Source, ...], bool], ...] = (
@@ -85,6 +89,7 @@ def measured(part: Part, model: CausalLM) -> dict[str, Any]:
     recipe = "dual" if part.kind == "w4a4" else "baseline"
     candidate = Candidate(part.kind, recipe, act, lambda: model)
     settings = BenchSettings(seq=SEQ, gen=GEN, repetitions=part.repetitions, act="a8")
+    bench_run.RUN_IN_ONE_GO = 256 if part.kind == "w4a4" else 64  # of a baseline, larger batches are put together
     frame = Frame(model, candidate, f"{NAMES[part.shape]} (random weights)", settings)
     largest = frame.largest(SEQ + 512)
     tests = [
@@ -135,6 +140,13 @@ def run_part(name: str) -> dict[str, Any]:
     found = measured(part, model)
     if part.kind == "w4a4":
         found["breakdown"] = breakdowns(part, model)
+    if name == "8b":
+        config, device = shape_of("llama3-8b"), torch.device("cuda:0")
+        assert config is not None
+        found["check"] = {
+            **{f"{act} kv4": check_model(RandomModel(config, device), device, act, None).to_dict() for act in ACTS},
+            "against": "the CPU reference on the first 2 layers and 8,192 tokens of the vocabulary of the 8B shape",
+        }
     return found
 
 
@@ -185,8 +197,9 @@ def compile_all(folder: Path) -> None:
         kernels: dict[str, Kernel] = {}
         for names, sources, is_permuted in FUSED:
             rows = sum(config.linear_shapes()[name][0] for name in names)
-            layout = layout_of(names[0], rows, config.linear_shapes()[names[0]][1]).at("a8")
-            kernels |= kernels_of([LinearUse(layout, sources, is_permuted, False)])
+            layout = layout_of(names[0], rows, config.linear_shapes()[names[0]][1])
+            for act in ACTS:
+                kernels |= kernels_of([LinearUse(layout.at(act), sources, is_permuted, False)])
         for bits, sinks, is_ours in ((4, 4, True), (16, 0, False)):
             pages = KVPageLayout(config.num_kv_heads, config.head_dim, PAGE_SIZE, bits, sinks)
             kernels |= kv4_sm90.kernels_of(pages, config.num_heads, torch.bfloat16, False, is_ours, is_ours)

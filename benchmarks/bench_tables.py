@@ -85,7 +85,7 @@ def perplexity(results: Path) -> str:
         ]
         for entry in found
     ]
-    headers = ["model", "activations", "through", "tokens", "CPU reference", "GPU", "difference of the loss, nats"]
+    headers = ["model", "activations", "through", "tokens", "reference", "GPU", "difference of the loss, nats"]
     return table([*headers, "same top token", "where the reference is clear"], rows, text_columns=3)
 
 
